@@ -1,0 +1,1 @@
+"""Conformance suite: knows endpoints only, imports nothing else of this project."""

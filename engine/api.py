@@ -1,0 +1,163 @@
+"""What the engine says and hears: token ids in, token ids out.
+
+Knows nothing of text, tools, HTTP or JSON, and loads no GPU stack: the gateway imports this module
+in a process that may never touch torch. Everything here is a frozen value; a field names who sets it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class EngineError(Exception):
+    """The engine cannot do what was asked; the message says why and what would be accepted."""
+
+
+class PromptTooLongError(EngineError):
+    """The prompt alone, or with the tokens asked for, does not fit the model's context.
+
+    Args:
+        prompt_tokens: length of the prompt, in tokens.
+        max_model_len: the context of the served model, in tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"prompt of {prompt_tokens} tokens does not fit the context of {max_model_len} tokens"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class EngineDeadError(EngineError):
+    """The engine thread has ended; no request can be served any more."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # a stop token was sampled; it is the last of the delta's token ids
+    LENGTH = "length"  # max_tokens or the context was reached
+    ABORT = "abort"  # the caller gave up; no delta follows
+    ERROR = "error"  # the backend failed; TokenDelta.error says how
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Validated by the caller's protocol; the engine trusts the ranges.
+
+    Args:
+        max_tokens: most tokens to generate, >= 1.
+        temperature: 0 is greedy (lowest id wins a tie).
+        top_p: nucleus mass in (0, 1].
+        seed: None draws a fresh one; the same seed, prompt and settings give the same tokens,
+            whatever else runs in the batch.
+        top_logprobs: None for no logprobs, k >= 0 for the chosen token plus the k most likely.
+        stop_token_ids: ids that end the generation (the model's EOS is among them).
+        ignore_eos: benchmarks only: stop_token_ids do not end the generation.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    top_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation.
+
+    Args:
+        id: unique among live requests; the handle for abort.
+        prompt_ids: the whole prompt.
+        sampling: how to choose tokens.
+        script: used by the scripted backend alone: the name of the line to play.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    script: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one sampled token and of its strongest rivals.
+
+    Args:
+        logprob: of the sampled token, under the model's unmodified distribution.
+        top: (token id, logprob) pairs, most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one generation. A sampled stop token counts as a completion token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step adds to one request.
+
+    Args:
+        request_id: whose.
+        token_ids: newly sampled ids, a final stop token included.
+        logprobs: one per token id, when asked for.
+        finish_reason: set on the last delta, and only there.
+        usage: set on the last delta, and only there.
+        error: set with FinishReason.ERROR: what failed, fit to be shown to a client.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for /metrics and tests; counts of requests, blocks and tokens."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a gateway must know of the model it serves.
+
+    Args:
+        name: name under which it is listed.
+        version: "v4" or "v4.1": which encoding the codec uses.
+        max_model_len: context in tokens.
+        eos_token_ids: ids that end a turn.
+        tokenizer_path: path of its tokenizer.json.
+        has_vision: whether a vision tower is loaded.
+    """
+
+    name: str
+    version: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_path: str
+    has_vision: bool = False
+    aliases: tuple[str, ...] = field(default=())

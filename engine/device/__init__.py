@@ -1,0 +1,1 @@
+"""Everything that holds tensors between steps."""

@@ -1,0 +1,1 @@
+"""Kernels, each with a torch twin in reference.py."""

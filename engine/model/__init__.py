@@ -1,0 +1,1 @@
+"""The model, its configuration maths, checkpoints and number formats."""

@@ -1,0 +1,1 @@
+"""What the gateway knows of engines: one Protocol and its implementations."""
