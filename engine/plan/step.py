@@ -1,0 +1,44 @@
+"""The decision of one engine step, as plain values.
+
+The scheduler writes them, the device side reads them; neither changes them afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's share of a step: consecutive tokens of its sequence.
+
+    Args:
+        request_id: whose.
+        slot: index of the request's fixed-size state (window rings, compressor state, n-gram
+            history); slot 0 is the dummy that padding may write.
+        start: absolute position of the first token, so the number of tokens already processed.
+        token_ids: the tokens, at least one.
+        block_ids: blocks of compressed entries, in order, covering positions
+            [0, start + len(token_ids)).
+        wants_logits: whether the last token's logits are needed (false for all but the last
+            chunk of a prompt).
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step runs: chunks of distinct requests, in batch order."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows the model processes in this step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
