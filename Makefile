@@ -1,0 +1,72 @@
+# Two commands for a newcomer: `make serve` and `make test`. Both set up .venv themselves.
+#
+#   make serve                      serve the checkpoint that ships on 127.0.0.1:8000
+#   make serve MODEL=DIR PORT=9000  serve another checkpoint
+#   make test                       lint, types, import contracts, the suite, wheel contents
+#
+# Variables:
+#   PYTHON      interpreter the environment is made from (>= 3.11)
+#   INDEX       your own package index, for everything
+#   TORCH_INDEX your own index for torch alone (a CPU build is far smaller than the default one)
+#   ARGS        more flags for `bathyal serve` or for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+INDEX ?=
+TORCH_INDEX ?= $(INDEX)
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INDEX_FLAG := $(if $(INDEX),--index-url $(INDEX))
+TORCH_INDEX_FLAG := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# Without a GPU one tested torch is pinned; with one, the newest that pyproject admits and the kernels' packages.
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m1 -o GPU)
+TORCH := $(if $(GPU),torch,torch==2.13.0)
+EXTRA := $(if $(GPU),[cuda])
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint types contracts suite clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p;/^  make/p;/^Variables/,/^$$/p'
+
+# dependency groups need pip >= 25.1; an older one comes with many Pythons
+$(BIN)/.pip:
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is %d.%d: make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(INDEX_FLAG) 'pip>=25.1'
+	touch $@
+
+$(BIN)/.run: $(BIN)/.pip pyproject.toml
+	$(PIP) install --quiet $(TORCH_INDEX_FLAG) $(TORCH)
+	$(PIP) install --quiet $(INDEX_FLAG) -e '.$(EXTRA)'
+	touch $@
+
+$(BIN)/.dev: $(BIN)/.run pyproject.toml
+	$(PIP) install --quiet $(INDEX_FLAG) --group dev
+	touch $@
+
+serve: $(BIN)/.run
+	$(BIN)/bathyal serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: lint types contracts suite
+
+lint: $(BIN)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(BIN)/.dev
+	$(BIN)/mypy
+
+contracts: $(BIN)/.dev
+	$(BIN)/lint-imports
+
+suite: $(BIN)/.dev
+	$(BIN)/python -m pytest -q $(ARGS)
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

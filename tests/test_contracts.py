@@ -1,0 +1,84 @@
+"""The project's outside: exported names, what the wheel holds, what an import loads."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("gateway", "engine", "parsers", "conformance")
+
+
+@pytest.mark.parametrize("room", ["gateway", "parsers", "conformance", "engine", "engine.plan"])
+def test_pure_rooms_load_no_torch(room: str) -> None:
+    """Importing a room costs no GPU stack."""
+    code = (
+        f"import sys, {room}; "
+        "print([m for m in ('torch', 'triton', 'flashinfer') if m in sys.modules])"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.strip() == "[]"
+
+
+def test_an_import_of_torch_would_be_seen() -> None:
+    """The check above can fail: the same probe finds torch where it is imported."""
+    code = "import sys, engine.model.v4; print('torch' in sys.modules)"
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.strip() == "True"
+
+
+def test_rooms_share_one_parent_folder() -> None:
+    """The four generic names are ours and not another distribution's."""
+    parents = {Path(str(importlib.import_module(r).__file__)).parents[1] for r in ROOMS}
+
+    assert len(parents) == 1
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_all_lists_only_names_that_exist(room: str) -> None:
+    """What `__all__` promises can be imported."""
+    module = importlib.import_module(room)
+
+    assert [n for n in getattr(module, "__all__", []) if not hasattr(module, n)] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_wheel_is_exactly_the_four_rooms(wheel: Path) -> None:
+    """The wheel holds every tracked file of the four rooms, its own metadata, and nothing else."""
+    tracked = subprocess.run(
+        ["git", "ls-files", *ROOMS], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    with zipfile.ZipFile(wheel) as z:
+        names = {n for n in z.namelist() if ".dist-info/" not in n}
+
+    assert set(tracked) == names
+
+
+def test_wheel_fits_twenty_megabytes(wheel: Path) -> None:
+    """The checkpoint that ships keeps the wheel small (issue 2: at most 20 MB)."""
+    assert wheel.stat().st_size <= 20_000_000

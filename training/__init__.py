@@ -1,0 +1,1 @@
+"""How the tiny checkpoint is made: data, tokenizer, training, evaluation. Not shipped in the wheel."""
