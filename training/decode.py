@@ -79,7 +79,8 @@ class GreedyDecoder:
                         open_.discard(i)
                         continue
                     answers[i] = list(drafts[i][:n])
-                    if best[n] == self.eos:
+                    if best[n] == self.eos or n >= self.max_new:
+                        del answers[i][self.max_new :]
                         open_.discard(i)
                     else:
                         answers[i].append(best[n])
