@@ -21,8 +21,8 @@ def mtp_logits(run: Naive, next_ids: list[int]) -> Array:
     streams, _ = run.backbone()
     inputs = []
     for t, after in enumerate(next_ids):
-        e = run.linear("mtp.0.e_proj", run.norm("mtp.0.enorm", w["embed.weight"][after]), t)
-        hidden = [run.linear("mtp.0.h_proj", run.norm("mtp.0.hnorm", s), t) for s in streams[t]]
+        e = run.linear("mtp.0.e_proj", run.norm("mtp.0.enorm", w["embed.weight"][after]))
+        hidden = [run.linear("mtp.0.h_proj", run.norm("mtp.0.hnorm", s)) for s in streams[t]]
         inputs.append(np.array([h + e for h in hidden]))
     layer = c.num_hidden_layers  # its ratio is the first trailing entry, 0; routing is learned
     out, _ = run.block("mtp.0", inputs, [], layer)
@@ -59,7 +59,7 @@ def dspark(run: Naive, sampled: int) -> Draft:
     main_x = []
     for t in range(past):
         taps = [run.block_inputs[layer][t].mean(axis=0) for layer in c.dspark_target_layer_ids]
-        main = run.linear("mtp.0.main_proj", np.concatenate(taps), t)
+        main = run.linear("mtp.0.main_proj", np.concatenate(taps))
         main_x.append(run.norm("mtp.0.main_norm", main))
 
     queries = [sampled] + [c.dspark_noise_token_id] * (size - 1)
@@ -78,7 +78,7 @@ def dspark(run: Naive, sampled: int) -> Draft:
             seen = np.array(ring + own)  # no order inside the block: all see all
             out = []
             for i in range(size):
-                latent = run.query_latent(attn, x[i], past + i)
+                latent = run.query_latent(attn, x[i])
                 q = run.query(attn, latent, past + i, freqs)
                 out.append(run.output(attn, run.attend(attn, q, seen), past + i, freqs))
             return out
@@ -86,9 +86,7 @@ def dspark(run: Naive, sampled: int) -> Draft:
         def moe(x: Vectors, name: str = name) -> Vectors:
             layer = c.num_hidden_layers  # past every hash layer
             return [
-                run.moe(
-                    f"{name}.ffn", x[i], past + i, queries[i], layer, c.dspark_num_experts_per_tok
-                )
+                run.moe(f"{name}.ffn", x[i], queries[i], layer, c.dspark_num_experts_per_tok)
                 for i in range(size)
             ]
 

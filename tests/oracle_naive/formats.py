@@ -1,15 +1,12 @@
 """Number formats: e4m3, e2m1 and ue8m0, as tables, and what a value becomes when stored in them.
 
 A round trip is "quantise, store, read back". Rounding is to nearest with ties to the even code,
-beyond the largest value it saturates. `RoundTrips` also keeps book of how near each value came to
-the other neighbour, because a second implementation in float32 may round such a value the other
-way without being wrong.
+beyond the largest value it saturates.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -57,9 +54,9 @@ def to_nearest(x: Array, magnitudes: Array) -> Array:
     return np.copysign(magnitudes[np.where(take_above, above, below)], x)
 
 
-def power_of_two_at_least(x: float) -> float:
-    mantissa, exponent = math.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
-    return 2.0 ** (exponent - 1) if mantissa == 0.5 else 2.0**exponent
+def power_of_two_at_least(x: Array) -> Array:
+    mantissa, exponent = np.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def hadamard(n: int) -> Array:
@@ -73,79 +70,50 @@ def hadamard(n: int) -> Array:
 
 
 class RoundTrips:
-    """The round trips of one run.
+    """What storing a vector does to it; groups are of the last axis, the last one may be short.
 
     Args:
         enabled: whether storing changes anything.
-
-    Attributes:
-        closest: for each position, how near any of its roundings and choices came to going the
-            other way, relative to the largest value of the group it was taken among.
     """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.closest: dict[int, float] = defaultdict(lambda: math.inf)
 
-    def note(self, position: int, distance: float) -> None:
-        self.closest[position] = min(self.closest[position], distance)
-
-    def note_choice(self, position: int, scores: list[float], chosen: set[int]) -> None:
-        """The gap between the worst taken and the best left; an exact tie has a rule, so no gap."""
-        left = [s for i, s in enumerate(scores) if i not in chosen]
-        taken = [scores[i] for i in chosen]
-        if left and taken and min(taken) != max(left):
-            largest = max(abs(s) for s in scores if math.isfinite(s))
-            self.note(position, (min(taken) - max(left)) / (largest or 1.0))
-
-    def fp8(self, x: Array, group: int, position: int) -> Array:
-        """e4m3 with a power-of-two scale per group of the last axis; amax floored at 1e-4."""
-        return self._by_group(x, group, position, E4M3_MAGNITUDES, self._pow2_scale, 1e-4)
-
-    def fp4(self, x: Array, group: int, position: int) -> Array:
-        """e2m1 with a power-of-two scale per group of the last axis."""
-        return self._by_group(x, group, position, E2M1_MAGNITUDES, self._pow2_scale, 2.0**-120)
-
-    def fp4_e4m3(self, x: Array, position: int) -> Array:
-        """e2m1 with an e4m3 scale per 16 values; amax floored at 6 times the least e4m3."""
+    def fp8(self, x: Array, group: int) -> Array:
+        """e4m3 with a power-of-two scale per group; amax floored at 1e-4."""
         return self._by_group(
-            x, 16, position, E2M1_MAGNITUDES, self._e4m3_scale, 6 * E4M3_MAGNITUDES[1]
+            x,
+            group,
+            E4M3_MAGNITUDES,
+            lambda amax: power_of_two_at_least(np.maximum(amax, 1e-4) / 448),
+        )
+
+    def fp4(self, x: Array, group: int) -> Array:
+        """e2m1 with a power-of-two scale per group; the floor only keeps zeros from dividing."""
+        return self._by_group(
+            x,
+            group,
+            E2M1_MAGNITUDES,
+            lambda amax: power_of_two_at_least(np.maximum(amax, 1e-30) / 6),
+        )
+
+    def fp4_e4m3(self, x: Array) -> Array:
+        """e2m1 with an e4m3 scale per 16 values; amax floored at 6 times the least e4m3, 2^-9."""
+        return self._by_group(
+            x,
+            16,
+            E2M1_MAGNITUDES,
+            lambda amax: to_nearest(np.maximum(amax, 6 * 2.0**-9) / 6, E4M3_MAGNITUDES),
         )
 
     def _by_group(
-        self,
-        x: Array,
-        group: int,
-        position: int,
-        magnitudes: Array,
-        scale_of: Callable[[float, float, int], float],
-        floor: float,
+        self, x: Array, group: int, magnitudes: Array, scale_of: Callable[[Array], Array]
     ) -> Array:
         if not self.enabled:
             return x
         out = np.empty_like(x)
-        for row in np.ndindex(x.shape[:-1]):
-            for start in range(0, x.shape[-1], group):
-                values = x[row][start : start + group]
-                amax = max(float(np.abs(values).max()), floor)
-                scale = scale_of(amax, magnitudes[-1], position)
-                out[row][start : start + group] = to_nearest(values / scale, magnitudes) * scale
-                self._note_rounding(values / scale, magnitudes, amax / scale, position)
+        for start in range(0, x.shape[-1], group):
+            part = x[..., start : start + group]
+            scale = scale_of(np.abs(part).max(axis=-1, keepdims=True))
+            out[..., start : start + group] = to_nearest(part / scale, magnitudes) * scale
         return out
-
-    def _pow2_scale(self, amax: float, largest: float, position: int) -> float:
-        scale = power_of_two_at_least(amax / largest)
-        # one step up at amax = largest * scale, one step down at half of that
-        self.note(position, min(largest * scale - amax, amax - largest * scale / 2) / amax)
-        return scale
-
-    def _e4m3_scale(self, amax: float, largest: float, position: int) -> float:
-        self._note_rounding(np.array([amax / largest]), E4M3_MAGNITUDES, amax / largest, position)
-        return float(to_nearest(np.array(amax / largest), E4M3_MAGNITUDES))
-
-    def _note_rounding(self, x: Array, magnitudes: Array, amax: float, position: int) -> None:
-        middles = (magnitudes[:-1] + magnitudes[1:]) / 2
-        right = np.clip(np.searchsorted(middles, np.abs(x)), 0, len(middles) - 1)
-        left = np.clip(right - 1, 0, None)
-        distance = np.minimum(abs(np.abs(x) - middles[right]), abs(np.abs(x) - middles[left]))
-        self.note(position, float(distance.min()) / amax)

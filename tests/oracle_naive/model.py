@@ -146,7 +146,7 @@ class Naive:
             "ffn",
             streams,
             pres,
-            lambda x: [self.moe(f"{name}.ffn", x[t], t, self.ids[t], layer) for t in range(len(x))],
+            lambda x: [self.moe(f"{name}.ffn", x[t], self.ids[t], layer) for t in range(len(x))],
         )
 
     def head(self, streams: Array, pre: Array) -> Array:
@@ -167,10 +167,10 @@ class Naive:
     def norm(self, name: str, x: Array) -> Array:
         return x / rms(x, self.c.rms_norm_eps) * self.w[f"{name}.weight"]
 
-    def linear(self, name: str, x: Array, t: int) -> Array:
+    def linear(self, name: str, x: Array) -> Array:
         """A matrix stored in FP8 or FP4 sees its input through FP8."""
         if f"{name}.weight" in self.w.quantised:
-            x = self.store.fp8(x, 32 if self.c.v41 else 128, t)
+            x = self.store.fp8(x, 32 if self.c.v41 else 128)
         return self.w[f"{name}.weight"] @ x
 
     def mix(self, name: str, streams: Array) -> Mix:
@@ -214,7 +214,7 @@ class Naive:
         ratio = c.compress_ratios[layer]
         freqs = rotary_frequencies(c, ratio)
         positions = range(len(x))
-        latents = [self.query_latent(attn, x[t], t) for t in positions]
+        latents = [self.query_latent(attn, x[t]) for t in positions]
         keys = [self.window_key(attn, x[t], t, freqs) for t in positions]
         if ratio:
             self.compress(attn, x, layer, freqs)
@@ -229,26 +229,26 @@ class Naive:
             out.append(self.output(attn, self.attend(attn, q, np.array(seen)), t, freqs))
         return out
 
-    def query_latent(self, attn: str, x: Array, t: int) -> Array:
-        return self.norm(f"{attn}.q_norm", self.linear(f"{attn}.wq_a", x, t))
+    def query_latent(self, attn: str, x: Array) -> Array:
+        return self.norm(f"{attn}.q_norm", self.linear(f"{attn}.wq_a", x))
 
     def query(self, attn: str, latent: Array, t: int, freqs: Array) -> Array:
         """[H, D]."""
         c = self.c
-        q = self.linear(f"{attn}.wq_b", latent, t).reshape(c.num_attention_heads, c.head_dim)
+        q = self.linear(f"{attn}.wq_b", latent).reshape(c.num_attention_heads, c.head_dim)
         if not c.v41:
             q = np.array([head / rms(head, c.rms_norm_eps) for head in q])
         return rotate(q, t, freqs)
 
     def window_key(self, attn: str, x: Array, t: int, freqs: Array) -> Array:
         """[D]; key and value in one."""
-        k = rotate(self.norm(f"{attn}.kv_norm", self.linear(f"{attn}.wkv", x, t)), t, freqs)
-        return self.store.fp8(k, 32, t) if self.c.v41 else self.store_v4(k, t)
+        k = rotate(self.norm(f"{attn}.kv_norm", self.linear(f"{attn}.wkv", x)), t, freqs)
+        return self.store.fp8(k, 32) if self.c.v41 else self.store_v4(k)
 
-    def store_v4(self, k: Array, t: int) -> Array:
+    def store_v4(self, k: Array) -> Array:
         """V4 keeps the rotary tail as it is."""
         plain = self.c.head_dim - self.c.qk_rope_head_dim
-        return np.concatenate([self.store.fp8(k[:plain], 64, t), k[plain:]])
+        return np.concatenate([self.store.fp8(k[:plain], 64), k[plain:]])
 
     def attend(self, attn: str, q: Array, keys: Array) -> Array:
         """q [H, D], keys [n, D] to [H, D]; each head's sink takes weight and gives nothing."""
@@ -266,7 +266,7 @@ class Naive:
         groups = o.reshape(self.c.o_groups, -1)
         matrices = np.split(self.w[f"{attn}.wo_a.weight"], self.c.o_groups)
         z = np.concatenate([m @ g for m, g in zip(matrices, groups, strict=True)])
-        return self.linear(f"{attn}.wo_b", z, t)
+        return self.linear(f"{attn}.wo_b", z)
 
     def derotate(self, o: Array, t: int, freqs: Array) -> Array:
         return rotate(o, -t, freqs)
@@ -307,15 +307,15 @@ class Naive:
                     key = self.norm(
                         f"{attn}.indexer.k_norm", self.w[f"{attn}.indexer.wk.weight"] @ latent
                     )
-                    index_keys.append(self.store.fp4(rotate(key, first, freqs), 32, last))
-                entries.append(self.store.fp4_e4m3(rotate(latent, first, freqs), last))
+                    index_keys.append(self.store.fp4(rotate(key, first, freqs), 32))
+                entries.append(self.store.fp4_e4m3(rotate(latent, first, freqs)))
             else:
                 pooled = self.pool(f"{attn}.compressor", x, j, ratio)
-                entries.append(self.store_v4(rotate(pooled, first, freqs), last))
+                entries.append(self.store_v4(rotate(pooled, first, freqs)))
                 if has_index:
                     key = self.pool(f"{attn}.indexer.compressor", x, j, ratio)
                     key = hadamard(self.c.index_head_dim) @ rotate(key, first, freqs)
-                    index_keys.append(self.store.fp4(key, 32, last))
+                    index_keys.append(self.store.fp4(key, 32))
         self.entries[layer], self.index_keys[layer] = entries, index_keys
 
     def latent(self, name: str, group: Vectors) -> Array:
@@ -357,46 +357,38 @@ class Naive:
         for t in range(len(x)):
             scores = self.index_scores(attn, x[t], latents[t], layer, t, freqs)
             if layer == c.candidate_source_layer_id:
-                self.candidates.append(self.candidate_entries(scores, t))
+                self.candidates.append(self.candidate_entries(scores))
             if c.candidate_source_layer_id is not None and layer > c.candidate_source_layer_id:
                 scores = [s if j in self.candidates[t] else -math.inf for j, s in enumerate(scores)]
-            self.selected[layer].append(self.top_entries(scores, t))
-
-    def top_entries(self, scores: list[float], t: int) -> set[int]:
-        chosen = best(scores, self.c.index_topk)
-        self.store.note_choice(t, scores, chosen)
-        return chosen
+            self.selected[layer].append(best(scores, c.index_topk))
 
     def index_scores(
         self, attn: str, x: Array, latent: Array, layer: int, t: int, freqs: Array
     ) -> list[float]:
         """One score per visible entry."""
         c, name = self.c, f"{attn}.indexer"
-        q = self.linear(f"{name}.wq_b", latent, t).reshape(c.index_n_heads, c.index_head_dim)
+        q = self.linear(f"{name}.wq_b", latent).reshape(c.index_n_heads, c.index_head_dim)
         q = rotate(q, t, freqs)
         if not c.v41:
             q = q @ hadamard(c.index_head_dim)
-        q = self.store.fp4(q, 32, t)
+        q = self.store.fp4(q, 32)
         weights = self.w[f"{name}.weights_proj.weight"] @ x
         weights = weights / math.sqrt(c.index_head_dim * c.index_n_heads)
         keys = self.index_keys[self.kv_source(layer)][: self.complete(layer, t)]
         return [float(weights @ np.maximum(q @ key, 0)) for key in keys]
 
-    def candidate_entries(self, scores: list[float], t: int) -> set[int]:
+    def candidate_entries(self, scores: list[float]) -> set[int]:
         """Entries of the best blocks; the block with the newest visible entry is always in."""
         size = self.c.candidate_block_size
         blocks = [max(scores[b : b + size]) for b in range(0, len(scores), size)]
         if blocks:
             blocks[-1] = math.inf
         kept = best(blocks, self.c.candidate_topk_blocks)
-        self.store.note_choice(t, blocks, kept)
         return {j for j in range(len(scores)) if j // size in kept}
 
     # --- mixture of experts
 
-    def moe(
-        self, ffn: str, x: Array, t: int, token: int, layer: int, count: int | None = None
-    ) -> Array:
+    def moe(self, ffn: str, x: Array, token: int, layer: int, count: int | None = None) -> Array:
         """x [d] to [d]; `count` experts, the config's unless given."""
         c = self.c
         scores = np.sqrt(np.logaddexp(0, self.w[f"{ffn}.gate.weight"] @ x))
@@ -405,22 +397,20 @@ class Naive:
         else:
             image = token == c.image_token_id
             biased = list(scores + self.w[f"{ffn}.gate.{'bias_vl' if image else 'bias'}"])
-            choice = best(biased, count or c.num_experts_per_tok)
-            self.store.note_choice(t, biased, choice)
-            chosen = sorted(choice)
+            chosen = sorted(best(biased, count or c.num_experts_per_tok))
         total = sum(scores[e] for e in chosen)
-        y = self.expert(f"{ffn}.shared_experts", x, t, 1.0)
+        y = self.expert(f"{ffn}.shared_experts", x, 1.0)
         for e in chosen:
             weight = scores[e] / total * c.routed_scaling_factor
-            y = y + self.expert(f"{ffn}.experts.{e}", x, t, weight)
+            y = y + self.expert(f"{ffn}.experts.{e}", x, weight)
         return y
 
-    def expert(self, name: str, x: Array, t: int, weight: float) -> Array:
+    def expert(self, name: str, x: Array, weight: float) -> Array:
         """The routing weight enters before the last matrix, so before its input's round trip."""
         limit = self.c.swiglu_limit
-        gate = np.minimum(self.linear(f"{name}.w1", x, t), limit)
-        up = np.clip(self.linear(f"{name}.w3", x, t), -limit, limit)
-        return self.linear(f"{name}.w2", gate * sigmoid(gate) * up * weight, t)
+        gate = np.minimum(self.linear(f"{name}.w1", x), limit)
+        up = np.clip(self.linear(f"{name}.w3", x), -limit, limit)
+        return self.linear(f"{name}.w2", gate * sigmoid(gate) * up * weight)
 
     # --- Engram
 
@@ -433,7 +423,7 @@ class Naive:
             return streams
         rows = engram.rows(c, layer, self.ids, self.fold, t)
         looked_up = self.w[f"{name}.embed.weight"][rows].reshape(-1)
-        projected = self.linear(f"{name}.wkv", looked_up, t).reshape(c.hc_mult + 1, -1)
+        projected = self.linear(f"{name}.wkv", looked_up).reshape(c.hc_mult + 1, -1)
         keys, value = projected[:-1], projected[-1]
         out = []
         for s in range(c.hc_mult):

@@ -1,7 +1,5 @@
 """The naive number formats against values worked out by hand and against torch's own casts."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -97,13 +95,13 @@ def test_ue8m0_byte_is_a_power_of_two() -> None:
 @pytest.mark.parametrize(("x", "power"), [(1.0, 1.0), (1.0001, 2.0), (0.3, 0.5), (0.25, 0.25)])
 def test_power_of_two_at_least(x: float, power: float) -> None:
     """An exact power stays."""
-    assert power_of_two_at_least(x) == power
+    assert power_of_two_at_least(np.array(x)) == power
 
 
 def test_fp8_round_trip_by_hand() -> None:
     """amax 3.5 = 448/128: scale exactly 1/128; 0.1 is 12.8 steps of it and becomes 13/128."""
     x = np.array([3.5, 0.1, -0.1, 0.0, 7.0, 1.0, 0.0, 0.0])
-    got = RoundTrips(True).fp8(x, 4, 0)
+    got = RoundTrips(True).fp8(x, 4)
     # second group: amax 7 -> scale 1/64, 1.0 is 64 steps
     np.testing.assert_array_equal(got, [3.5, 13 / 128, -13 / 128, 0, 7, 1, 0, 0])
 
@@ -111,13 +109,13 @@ def test_fp8_round_trip_by_hand() -> None:
 def test_fp8_scale_floor() -> None:
     """All values tiny: amax counts as 1e-4, so the scale is 2^-22 and 1e-9 vanishes."""
     assert 2.0**-22 >= 1e-4 / 448 > 2.0**-23
-    got = RoundTrips(True).fp8(np.array([2.0**-22, 1e-10]), 2, 0)
+    got = RoundTrips(True).fp8(np.array([2.0**-22, 1e-10]), 2)
     np.testing.assert_array_equal(got, [2.0**-22, 0.0])
 
 
 def test_fp4_round_trip_by_hand() -> None:
     """amax 5 -> scale 1 (5/6 up to a power of two); 5 is a tie and goes to 4."""
-    got = RoundTrips(True).fp4(np.array([5.0, 0.3, 2.6, -1.2]), 4, 0)
+    got = RoundTrips(True).fp4(np.array([5.0, 0.3, 2.6, -1.2]), 4)
     np.testing.assert_array_equal(got, [4.0, 0.5, 3.0, -1.0])
 
 
@@ -129,34 +127,16 @@ def test_fp4_with_e4m3_scale_by_hand() -> None:
     expected = np.zeros(32)
     expected[:3] = [6.0, -2.0, 0.0]
     expected[16] = 0.5 * 2.0**-9
-    np.testing.assert_array_equal(RoundTrips(True).fp4_e4m3(x, 0), expected)
+    np.testing.assert_array_equal(RoundTrips(True).fp4_e4m3(x), expected)
 
 
 def test_round_trips_off_change_nothing() -> None:
-    """And note nothing."""
+    """The very same array comes back."""
     off = RoundTrips(False)
     x = np.array([0.1, 0.2])
-    assert off.fp8(x, 2, 0) is x
-    assert off.fp4(x, 2, 0) is x
-    assert off.fp4_e4m3(x, 0) is x
-    assert not off.closest
-
-
-def test_a_near_tie_is_noted_where_it_happened() -> None:
-    """2.5 is halfway between 2 and 3; 2.5001 misses it by 0.0001 of a largest value 4.9."""
-    trips = RoundTrips(True)
-    trips.fp4(np.array([4.9, 2.5001, 0.4, 0.4]), 4, 7)
-    assert list(trips.closest) == [7]
-    assert trips.closest[7] == pytest.approx(0.0001 / 4.9, rel=1e-6)
-
-
-def test_a_near_choice_is_noted_but_an_exact_tie_is_not() -> None:
-    """An exact tie has a rule: the lowest index."""
-    trips = RoundTrips(True)
-    trips.note_choice(0, [3.0, 1.0, 1.0], {0, 1})
-    assert trips.closest[0] == math.inf
-    trips.note_choice(1, [4.0, 1.0, 0.5], {0, 1})
-    assert trips.closest[1] == 0.125
+    assert off.fp8(x, 2) is x
+    assert off.fp4(x, 2) is x
+    assert off.fp4_e4m3(x) is x
 
 
 def test_hadamard_is_orthonormal_in_sylvesters_order() -> None:
