@@ -1,0 +1,69 @@
+"""Frozen values that cross the room's border: what is served, how to sample, what is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ModelVersion = Literal["v4", "v4.1"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as its gateway presents it.
+
+    Args:
+        name: public name, listed and accepted in requests.
+        version: which prompt encoding the codec uses.
+        tokenizer_path: path of its ``tokenizer.json``.
+        max_model_len: context in tokens, prompt and reply together.
+        eos_token_ids: ids that end a turn; cut before the codec.
+        aliases: further names accepted in requests.
+        has_vision: whether a vision tower is loaded.
+    """
+
+    name: str
+    version: ModelVersion
+    tokenizer_path: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    has_vision: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name a request may use, the public one first."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the engine is to choose tokens, resolved from the request.
+
+    Args:
+        max_tokens: most tokens to generate, >= 1; prompt plus this fits the context.
+        temperature: 0 is greedy.
+        top_p: nucleus mass in (0, 1].
+        seed: None leaves the choice to the engine.
+        top_logprobs: None for no logprobs, else how many rivals to report, 0-20.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None = None
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What constrained decoding would enforce on the answer (the codec's words).
+
+    Args:
+        kind: ``json``, ``regex``, ``tool_call`` or ``tool_call_required``.
+        schema: the JSON Schema, the regex, or the tools as a compact JSON array; empty for any
+            JSON value.
+    """
+
+    kind: str
+    schema: str
