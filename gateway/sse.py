@@ -1,0 +1,188 @@
+"""A streaming reply that hears, pings and cleans up.
+
+Knows frames (bytes ready for the wire), silence and disconnects; knows nothing of tokens, models or
+protocols. One task pumps frames from the source to the socket; this response's own task waits for
+the pump's end, for the client's leaving, or for a silence, whichever comes first, so a token costs
+no task switch of ours and a client that leaves in the middle of a long prefill is seen at once.
+
+When the status is decided: headers go out with the first frame or with the first keep-alive comment,
+whichever is earlier. A failure within one keep-alive interval is therefore a real HTTP status
+(a failing backend nearly always fails at once), while a prefill longer than the interval still keeps
+its connection open; after that the status is spent and a failure is the protocol's own error frame.
+
+Starlette's StreamingResponse does neither: it never closes its iterator and, from ASGI 2.4 on, sees
+a disconnect only at its next send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ServerError
+from parsers import ClientError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: An SSE comment: every SSE reader skips it, every idle timer sees it.
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the whole reply
+)
+
+
+class _ClientLeftError(Exception):
+    """The socket refused a write; servers may report a disconnect this way instead of by message."""
+
+
+class EventStream:
+    """ASGI response that sends frames as they come.
+
+    Args:
+        frames: what to send, one item per step; closed in every case, also when the client leaves or
+            the server stops, so its `finally` is where a generation is aborted.
+        fail: error message to the protocol's last frames, for a failure after the headers.
+        refuse: failure to a plain response, for a failure before the headers.
+        keep_alive_seconds: silence after which a comment is sent.
+        headers: further response headers; values must be latin-1.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[list[bytes], None],
+        *,
+        fail: Callable[[str], list[bytes]],
+        refuse: Callable[[ClientError], Response],
+        keep_alive_seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._frames = frames
+        self._fail = fail
+        self._refuse = refuse
+        self._keep_alive_seconds = keep_alive_seconds
+        self._headers = [
+            *_STREAM_HEADERS,
+            *(
+                (name.encode("latin-1"), text.encode("latin-1"))
+                for name, text in (headers or {}).items()
+            ),
+        ]
+        self._committed = False  # headers are out
+        self._finished = False  # the last body message is out
+        self._last_sent = 0.0  # loop time, seconds
+        self._writing = asyncio.Lock()  # a comment must not run into a frame
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop when the client leaves; raises what a broken source raises."""
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        pump = asyncio.create_task(self._pump(scope, receive, send))
+        listener = asyncio.create_task(_disconnected(receive))
+        try:
+            while not (pump.done() or listener.done()):
+                silence = loop.time() - self._last_sent
+                if silence < self._keep_alive_seconds:
+                    await asyncio.wait(
+                        {pump, listener},
+                        timeout=self._keep_alive_seconds - silence,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                elif self._writing.locked():
+                    self._last_sent = loop.time()  # the reader is slow, not the source
+                else:
+                    await self._send(send, KEEP_ALIVE)
+        except _ClientLeftError:
+            pass  # the finally below ends the generation
+        except asyncio.CancelledError:
+            await _end(pump, listener)
+            await self._stopped(scope, receive, send)
+            raise
+        finally:
+            await _end(pump, listener)
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._frames):
+                async for frames in self._frames:
+                    if frames:
+                        await self._send(send, b"".join(frames))
+        except _ClientLeftError:
+            pass
+        except ClientError as failure:
+            await self._fail_with(failure, scope, receive, send)
+        except Exception:
+            if not self._committed:
+                raise  # the application's own 500
+            logger.exception("a stream broke after its headers")
+            await self._fail_with(ServerError("internal error"), scope, receive, send)
+        else:
+            await self._send(send, b"", more=False)
+
+    async def _stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say that the server ends before the reply does, so that no cut reply looks whole."""
+        fault = ServerError("the server is shutting down", status=503, code="shutting_down")
+        await self._fail_with(fault, scope, receive, send)
+
+    async def _fail_with(
+        self, failure: ClientError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if self._finished:
+            return
+        if self._committed:
+            await self._send(send, b"".join(self._fail(failure.message)), more=False)
+        else:
+            self._committed = self._finished = True
+            await self._refuse(failure)(scope, receive, send)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._writing:
+            try:
+                if not self._committed:
+                    self._committed = True
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": self._headers}
+                    )
+                self._finished = not more
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+            except OSError as error:
+                raise _ClientLeftError from error
+            self._last_sent = asyncio.get_running_loop().time()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Await `work`, or cancel it and return None when the client leaves first.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+    task = asyncio.create_task(work)
+    listener = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _end(task, listener)
+    return None if task.cancelled() else task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel what still runs and wait until its `finally` blocks have run."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,105 @@
+"""Settings: one declaration, three sources, no silent mistake."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from engine import TINY_CHECKPOINT
+from gateway.settings import Settings, SettingsError, flags
+
+
+def test_the_defaults_serve_the_tiny_model_on_loopback() -> None:
+    """Without any setting the server listens on 127.0.0.1 and serves what ships."""
+    settings = Settings.load({}, {})
+
+    assert (
+        settings.host,
+        settings.backend,
+        settings.model,
+    ) == ("127.0.0.1", "embedded", TINY_CHECKPOINT)
+
+
+def test_a_flag_beats_the_variable_and_the_variable_the_default() -> None:
+    """The nearest source wins."""
+    environ = {"BATHYAL_PORT": "9000", "BATHYAL_HOST": "::1", "PATH": "/bin"}
+
+    settings = Settings.load(environ, {"port": "8080", "host": None})
+
+    assert (settings.port, settings.host, settings.keep_alive_seconds) == (8080, "::1", 10.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("port", "0", 0),
+        ("backend", "scripted:a.jsonl", "scripted:a.jsonl"),
+        ("aliases", "gpt-5, deepseek-chat", ("gpt-5", "deepseek-chat")),
+        ("keep_alive_seconds", "0.5", 0.5),
+        ("max_model_len", "512", 512),
+        ("device", "cpu", "cpu"),
+        ("model", "/", Path("/")),
+    ],
+)
+def test_texts_become_values(field: str, text: str, value: object) -> None:
+    """A setting means the same from a flag and from a variable."""
+    by_flag = Settings.load({}, {field: text})
+    by_variable = Settings.load({f"BATHYAL_{field.upper()}": text}, {})
+
+    assert value == getattr(by_flag, field) == getattr(by_variable, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("host", ""),
+        ("port", "http"),
+        ("port", "65536"),
+        ("port", "-1"),
+        ("model", "/no/such/folder"),
+        ("backend", "vllm"),
+        ("backend", "scripted:"),
+        ("backend", "scripted"),
+        ("name", " x"),
+        ("aliases", "a,,b"),
+        ("device", "tpu"),
+        ("max_model_len", "0"),
+        ("max_num_seqs", "1.5"),
+        ("keep_alive_seconds", "0"),
+        ("keep_alive_seconds", "nan"),
+        ("keep_alive_seconds", "inf"),
+        ("drain_seconds", "-3"),
+        ("max_body_bytes", "32M"),
+    ],
+)
+def test_a_value_that_cannot_be_used_stops_the_start(field: str, text: str) -> None:
+    """The message names the source, what is accepted and what came."""
+    variable = f"BATHYAL_{field.upper()}"
+
+    with pytest.raises(SettingsError) as by_variable:
+        Settings.load({variable: text}, {})
+    with pytest.raises(SettingsError) as by_flag:
+        Settings.load({}, {field: text})
+
+    assert str(by_variable.value).startswith(f"{variable}: expected ")
+    assert str(by_flag.value).startswith(f"--{field.replace('_', '-')}: expected ")
+    assert str(by_flag.value).endswith(f"got {text!r}")
+
+
+def test_a_misspelt_variable_stops_the_start() -> None:
+    """A limit that nobody reads is reported, not lost."""
+    with pytest.raises(SettingsError, match=r"BATHYAL_MAX_BODY is not a setting; .*MAX_BODY_BYTES"):
+        Settings.load({"BATHYAL_MAX_BODY": "1"}, {})
+
+
+def test_every_setting_has_a_flag() -> None:
+    """The command line offers what the dataclass holds, once each."""
+    assert [item.name for item in fields(Settings)] == [name for name, _, _ in flags()]
+
+
+def test_settings_do_not_change() -> None:
+    """What the server was started with is what it runs with."""
+    with pytest.raises(FrozenInstanceError):
+        Settings().port = 1  # type: ignore[misc]
