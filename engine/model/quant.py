@@ -68,7 +68,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     """Split [..., n] into [..., ceil(n / group), group], padding a short last group with zeros."""
     short = -x.shape[-1] % group
     padded = F.pad(x, (0, short)) if short else x
-    return padded.reshape(*x.shape[:-1], -1, group)
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
 
 
 def _amax(groups: Tensor, floor: float) -> Tensor:

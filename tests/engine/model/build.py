@@ -81,7 +81,7 @@ def v4(*, quantised: bool = False, **over: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
     }
     if quantised:
-        config["quantization_config"] = _quantised(32)
+        config["quantization_config"] = _quantised(128)
     return config | over
 
 

@@ -1,0 +1,137 @@
+"""Memory of the requests being served: KV by group and the rolling state beside it.
+
+Knows tensors and their places, nothing of requests or scheduling: the plan side hands out slot and
+block ids. Two kinds of memory (model.md 3):
+
+* per *slot*, fixed size: a window ring for every layer, the compressors' pending rows, the n-gram
+  history;
+* per *block*, growing with the sequence: compressed entries and index keys. A block covers
+  `block_size` tokens of every layer at once, so one block table serves all layers.
+
+Slot 0 and block 0 belong to nobody: padding may read and write them, so they stay finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.config import Layer, ModelConfig
+from engine.model.engram import NO_TOKEN
+
+
+def ring_rows(layer: Layer) -> int:
+    """Pending rows a compressor keeps per slot: its open group and, with overlap, the one before."""
+    return layer.ratio * (2 if layer.overlap else 1)
+
+
+class KVPool:
+    """All KV and rolling state of one model.
+
+    Attributes:
+        window: per layer [num_slots, W, D]; position p lives in row p mod W.
+        entries: per entry-owning layer [num_blocks, block_size // ratio, D], after RoPE.
+        index_keys: per layer that owns index keys [num_blocks, block_size // ratio, Di].
+        state: per layer that pools tokens [num_slots, ring, 2 * width]: kv | gate score (position
+            bias added) of position p in row p mod ring.
+        index_state: the same for V4's index compressors.
+        history: [num_slots, n - 1] int64 on the host, folded ids, latest last; n the longest
+            n-gram. Zero columns without Engram.
+
+    Args:
+        config: of the model.
+        num_blocks: blocks, the dummy block 0 included.
+        block_size: tokens a block covers; a multiple of every compress ratio.
+        num_slots: slots, the dummy slot 0 included.
+        device: where the tensors live.
+        dtype: of everything but the history.
+
+    Raises:
+        ValueError: block_size is no multiple of a ratio, or there is no block or slot.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int = 256,
+        num_slots: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if num_blocks < 1 or num_slots < 1:
+            raise ValueError(f"expected at least 1 block and slot, got {num_blocks}, {num_slots}")
+        wrong = sorted({r for r in config.compress_ratios if r and block_size % r})
+        if wrong:
+            raise ValueError(f"block_size: expected a multiple of {wrong}, got {block_size}")
+        self.config = config
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_slots = num_slots
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        head, index = config.head_dim, config.index_head_dim
+        self.window = tuple(zeros(num_slots, config.sliding_window, head) for _ in config.layers)
+        self.entries: dict[int, Tensor] = {}
+        self.index_keys: dict[int, Tensor] = {}
+        self.state: dict[int, Tensor] = {}
+        self.index_state: dict[int, Tensor] = {}
+        for layer in config.layers:
+            if not layer.owns_entries:
+                continue
+            per_block, halves = block_size // layer.ratio, 2 if layer.overlap else 1
+            self.entries[layer.index] = zeros(num_blocks, per_block, head)
+            if layer.ratio > 1:
+                shape = (num_slots, ring_rows(layer))
+                self.state[layer.index] = zeros(*shape, 2 * halves * head)
+                if layer.owns_index_keys and not config.is_v41:
+                    self.index_state[layer.index] = zeros(*shape, 2 * halves * index)
+            if layer.owns_index_keys:
+                self.index_keys[layer.index] = zeros(num_blocks, per_block, index)
+        history = config.engram.history_len if config.engram else 0
+        self.history = torch.full((num_slots, history), NO_TOKEN, dtype=torch.int64)
+        for slot in range(num_slots):
+            self.reset_slot(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def reset_slot(self, slot: int) -> None:
+        """Make a slot ready for a new sequence: empty rings, nothing pending, no history.
+
+        Blocks need no reset: an entry is read only after it was written.
+        """
+        for ring in self.window:
+            ring[slot].zero_()
+        for states in (self.state, self.index_state):
+            for state in states.values():
+                kv, score = state[slot].chunk(2, -1)
+                kv.zero_()
+                score.fill_(-math.inf)
+        self.history[slot] = NO_TOKEN
+
+    def poison(self, *, slots: Iterable[int] = (), blocks: Iterable[int] = ()) -> None:
+        """Fill unused memory with NaN, so that a test sees whoever reads it.
+
+        Raises:
+            ValueError: slot 0 or block 0, which must stay finite.
+        """
+        slots, blocks = list(slots), list(blocks)
+        if 0 in slots or 0 in blocks:
+            raise ValueError("slot 0 and block 0 must stay finite")
+        for tensor in (*self.window, *self.state.values(), *self.index_state.values()):
+            tensor[slots] = math.nan
+        for tensor in (*self.entries.values(), *self.index_keys.values()):
+            tensor[blocks] = math.nan
+
+    def _tensors(self) -> list[Tensor]:
+        groups = (self.entries, self.index_keys, self.state, self.index_state)
+        return [*self.window, *(t for group in groups for t in group.values()), self.history]
