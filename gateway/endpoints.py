@@ -6,6 +6,7 @@ the backend's.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission import read_body
 from gateway.backends import Backend
-from gateway.errors import ServerError, error_response
+from gateway.errors import ServerError, error_response, shutting_down
 from gateway.generation import THREAD_FROM_BYTES, in_thread, reply_frames, to_request
 from gateway.settings import Settings
 from gateway.sse import EventStream, until_disconnect
@@ -98,7 +99,10 @@ class Endpoints:
                 return refuse(failure)
             return Response(exchange.body(), media_type="application/json", headers=headers)
 
-        return await until_disconnect(request.receive, whole()) or _nobody_listens()
+        try:
+            return await until_disconnect(request.receive, whole()) or _nobody_listens()
+        except asyncio.CancelledError:  # as for a stream: the server ends before the reply does
+            return refuse(shutting_down())
 
     async def parse_function_call(self, request: Request) -> Response:
         """POST /parse_function_call, in SGLang's shape: raw model output in, text and calls out."""

@@ -25,6 +25,11 @@ class ServerError(ClientError):
         super().__init__(message, status=status, code=code)
 
 
+def shutting_down() -> ServerError:
+    """What a client hears whose reply outlasts the server."""
+    return ServerError("the server is shutting down", status=503, code="shutting_down")
+
+
 def error_response(protocol: Protocol, error: ClientError) -> Response:
     """Build the whole HTTP reply for a failure, in the caller's error shape."""
     return Response(

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ServerError
+from gateway.errors import ServerError, shutting_down
 from parsers import ClientError
 
 T = TypeVar("T")
@@ -83,7 +83,11 @@ class EventStream:
         self._writing = asyncio.Lock()  # a comment must not run into a frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop when the client leaves; raises what a broken source raises."""
+        """Send everything, or as much as the client's and the server's lives allow.
+
+        Raises:
+            Exception: what a broken source raises before the headers are out.
+        """
         loop = asyncio.get_running_loop()
         self._last_sent = loop.time()
         pump = asyncio.create_task(self._pump(scope, receive, send))
@@ -104,9 +108,10 @@ class EventStream:
         except _ClientLeftError:
             pass  # the finally below ends the generation
         except asyncio.CancelledError:
+            # The server ends before the reply does. A cut reply must not look whole; once that is
+            # said there is nothing to cancel any more, and servers log a raised cancel as a crash.
             await _end(pump, listener)
-            await self._stopped(scope, receive, send)
-            raise
+            await self._fail_with(shutting_down(), scope, receive, send)
         finally:
             await _end(pump, listener)
         if not pump.cancelled():
@@ -129,11 +134,6 @@ class EventStream:
             await self._fail_with(ServerError("internal error"), scope, receive, send)
         else:
             await self._send(send, b"", more=False)
-
-    async def _stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say that the server ends before the reply does, so that no cut reply looks whole."""
-        fault = ServerError("the server is shutting down", status=503, code="shutting_down")
-        await self._fail_with(fault, scope, receive, send)
 
     async def _fail_with(
         self, failure: ClientError, scope: Scope, receive: Receive, send: Send

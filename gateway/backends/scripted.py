@@ -263,8 +263,8 @@ class ScriptedBackend:
 
     def _encode(self) -> tuple[tuple[int, ...], ...]:
         eos = self._info.eos_token_ids
-        encoders = _encoders(self._info.tokenizer_path)
-        size = encoders["output"].get_vocab_size()
+        by_source = encoders(self._info.tokenizer_path)
+        size = by_source["output"].get_vocab_size()
         encoded = []
         for index, line in enumerate(self._lines):
             if isinstance(line.output, tuple):
@@ -275,7 +275,7 @@ class ScriptedBackend:
                         f" vocabulary's {size}, got {max(token_ids)}"
                     )
             else:
-                encoding = encoders[line.source].encode(line.output, add_special_tokens=False)
+                encoding = by_source[line.source].encode(line.output, add_special_tokens=False)
                 token_ids = tuple(encoding.ids)
             if line.finish == "stop" and token_ids[-1:] not in [(end,) for end in eos]:
                 token_ids += eos[:1]
@@ -283,8 +283,15 @@ class ScriptedBackend:
         return tuple(encoded)
 
 
-def _encoders(tokenizer_path: str) -> dict[str, Tokenizer]:
-    """Two readings of one tokenizer: with its markers, and with the bare vocabulary."""
+def encoders(tokenizer_path: str) -> dict[str, Tokenizer]:
+    """Load two readings of one tokenizer: with its markers, and with the bare vocabulary.
+
+    Returns:
+        By the kind of text they encode: `output` and `raw_output`.
+
+    Raises:
+        EngineError: the file cannot be read or is no tokenizer.
+    """
     try:
         spec = orjson.loads(Path(tokenizer_path).read_bytes())
         bare = {**spec, "added_tokens": [], "post_processor": None}

@@ -47,7 +47,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def save_tokenizer(path: Path) -> None:
     """Write a tokenizer of single bytes and the codec's special tokens."""
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *pre_tokenizers.ByteLevel.alphabet()])}
+    vocab = {
+        token: i for i, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

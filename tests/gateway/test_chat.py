@@ -177,7 +177,7 @@ def test_stream_and_whole_say_the_same(info: ModelInfo) -> None:
     calls = [piece for delta in deltas for piece in delta.get("tool_calls") or []]
     assert message["content"] == content_of(frames)
     assert message["reasoning_content"] == "I look."
-    assert "I look." == "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "I look."
     assert orjson.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
     assert message["tool_calls"][0]["function"]["arguments"] == "".join(
         piece["function"].get("arguments", "") for piece in calls

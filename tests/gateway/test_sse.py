@@ -269,8 +269,7 @@ def test_a_server_that_stops_says_so(steps: list[Any], want: bytes) -> None:
         await eventually(lambda: source.steps.empty())
         await asyncio.sleep(0.01)
         call.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call.task
+        await call.task
         status, _ = await call.start()
         assert status == (200 if steps else 503)
         body = b""

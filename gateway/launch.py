@@ -1,0 +1,175 @@
+"""Runs the server: backend, application and uvicorn in one process, from a free port to a clean end.
+
+uvicorn is driven as a library. The application's lifespan is entered here rather than by uvicorn, so
+that a model that cannot be served ends the start with one clear line instead of a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from engine.options import EngineConfig
+from gateway.app import create_app, served_model
+from gateway.backends import Backend
+from gateway.backends.embedded import EmbeddedBackend
+from gateway.backends.scripted import ScriptedBackend
+from gateway.settings import Settings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+#: How often a running server looks whether its backend still lives, in seconds.
+WATCH_SECONDS = 1.0
+#: What replies that outlast the drain get for their error, in seconds.
+LAST_WORDS_SECONDS = 2.0
+
+
+def serve(settings: Settings, backend: Backend, announce: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT, then let open replies end.
+
+    Args:
+        settings: where to listen, and the application's settings.
+        backend: not yet started.
+        announce: takes the text for the user once requests are accepted.
+
+    Returns:
+        The process's exit status: 0 after a signal, 1 when the backend died.
+
+    Raises:
+        SettingsError: the address cannot be listened on.
+        parsers.BootError: the tokenizer cannot serve this model.
+        engine.api.EngineError: the backend cannot serve it.
+    """
+    with bind(settings.host, settings.port) as listener:
+        return asyncio.run(_serve(settings, backend, listener, announce))
+
+
+def open_backend(settings: Settings) -> Backend:
+    """Build the backend that the settings name, without starting it.
+
+    Raises:
+        engine.api.EngineError: the checkpoint's folder or the script is wrong.
+    """
+    options = EngineConfig(
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    embedded = EmbeddedBackend(settings.model, options)
+    kind, _, script = settings.backend.partition(":")
+    if kind == "embedded":
+        return embedded
+    return ScriptedBackend(Path(script).expanduser(), embedded.info)  # nothing is loaded so far
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded, so that a taken port is known at once.
+
+    Raises:
+        SettingsError: the address is unknown or taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port"
+        ) from error
+    return listener
+
+
+async def _serve(
+    settings: Settings,
+    backend: Backend,
+    listener: socket.socket,
+    announce: Callable[[str], None],
+) -> int:
+    app = create_app(settings, backend)
+    async with app.router.lifespan_context(app):
+        server = _Server(app, settings, served_model(settings, backend).name, announce)
+        watch = asyncio.create_task(_watch(backend, server))
+        with _signals_held():
+            await server.serve(sockets=[listener])
+        if cut_off := set(server.server_state.tasks):
+            # uvicorn cancels them at the end of the drain, though not when told twice to stop, and
+            # waits for none: each still has its error to send
+            if server.force_exit:
+                for reply in cut_off:
+                    reply.cancel()
+            await asyncio.wait(cut_off, timeout=LAST_WORDS_SECONDS)
+        watch.cancel()
+        if backend.stats().alive:
+            return 0
+        logger.error("the backend has ended; the server cannot go on")
+        return 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but it says in our words when it is ready."""
+
+    def __init__(
+        self, app: Starlette, settings: Settings, model_name: str, announce: Callable[[str], None]
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",  # entered by _serve
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=settings.drain_seconds,
+            )
+        )
+        self._model_name = model_name
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then print the address and a first command to try."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            self._announce(_ready_text(sockets[0].getsockname(), self._model_name))
+
+
+def _ready_text(address: tuple[str, int], model_name: str) -> str:
+    host, port = address[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return (
+        f"bathyal is ready: {model_name} at {url}/v1\n\n"
+        "Try it from another terminal:\n"
+        f"  curl {url}/v1/chat/completions -d "
+        f"""'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'\n"""
+    )
+
+
+async def _watch(backend: Backend, server: uvicorn.Server) -> None:
+    """End the server when its backend dies, so that whoever runs it can start a fresh one."""
+    while backend.stats().alive:  # noqa: ASYNC110 (a thread dies without setting an event)
+        await asyncio.sleep(WATCH_SECONDS)
+    server.should_exit = True
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep the process alive over the signal that uvicorn, once drained, raises again."""
+    held = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in held}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
