@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from parsers.body import (
     Body,
@@ -24,7 +24,7 @@ from parsers.body import (
     require,
 )
 from parsers.errors import ClientError
-from parsers.values import ServedModel
+from parsers.values import ServedModel, ToolChoice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -52,7 +52,7 @@ FIELDS = {
 }
 
 # What reaches the prompt, the sampling or the reply; any other field is accepted and reported.
-HONOURED = frozenset(FIELDS) - {"presence_penalty", "frequency_penalty", "parallel_tool_calls"} | {
+HONOURED = frozenset(FIELDS) - {"presence_penalty", "frequency_penalty"} | {
     "model",
     "messages",
     "tool_choice",
@@ -62,10 +62,14 @@ HONOURED = frozenset(FIELDS) - {"presence_penalty", "frequency_penalty", "parall
 NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
-    "parallel_tool_calls": True,
     "logit_bias": {},
 }
 
+_MODES: dict[str, Literal["none", "auto", "required"]] = {
+    "none": "none",
+    "auto": "auto",
+    "required": "required",
+}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}\Z")
 
 
@@ -77,7 +81,8 @@ class ChatRequest:
         body: what the codec is to read.
         model: the name the client used; replies carry it.
         tools: the declared tools, as sent.
-        tool_choice: ``none``, ``auto``, ``required`` or the name of one tool.
+        tool_choice: which calls the reply may hold.
+        parallel_calls: whether it may hold more than one.
         temperature: the client's value, None where it sent none.
         top_p: likewise.
         ignored: names of fields accepted without effect, sorted.
@@ -86,7 +91,8 @@ class ChatRequest:
     body: Body
     model: str
     tools: tuple[dict[str, Any], ...]
-    tool_choice: str | dict[str, Any]
+    tool_choice: ToolChoice
+    parallel_calls: bool
     temperature: float | None
     top_p: float | None
     ignored: tuple[str, ...]
@@ -129,6 +135,7 @@ def read_chat(raw: Body, served: ServedModel) -> ChatRequest:
         model=name,
         tools=tools,
         tool_choice=choice,
+        parallel_calls=body.get("parallel_tool_calls", True),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         ignored=ignored,
@@ -225,14 +232,14 @@ def _check_tools(body: Body) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _check_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:
+def _check_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
     choice = body.get("tool_choice", "auto")
     expected = "'none', 'auto', 'required' or a function of tools"
     if isinstance(choice, str):
-        require(choice in ("none", "auto", "required"), "tool_choice", expected, choice)
+        require(choice in _MODES, "tool_choice", expected, choice)
         if choice == "required" and not tools:
             raise ClientError("tool_choice: 'required' needs tools", param="tool_choice")
-        return choice
+        return ToolChoice(_MODES[choice])
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     ok = isinstance(choice, dict) and choice.get("type") == "function" and isinstance(name, str)
@@ -243,7 +250,7 @@ def _check_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> str | d
             f"tool_choice.function.name: no tool of tools is named {name!r}",
             param="tool_choice.function.name",
         )
-    return choice
+    return ToolChoice("required", name)
 
 
 def _check_messages(body: Body, served: ServedModel) -> list[dict[str, Any]]:
@@ -358,10 +365,10 @@ def _check_pairs(messages: list[dict[str, Any]]) -> None:
 def _continue_final(
     messages: list[dict[str, Any]],
     tools: tuple[dict[str, Any], ...],
-    choice: str | dict[str, Any],
+    choice: ToolChoice,
 ) -> None:
     """Turn the other servers' spelling of a continuation into the codec's ``prefix``."""
-    if tools and choice != "none":
+    if tools and choice.mode != "none":
         raise ClientError(
             "continue_final_message: cannot be combined with tools", param="continue_final_message"
         )

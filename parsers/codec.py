@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import deepseek_recipe as recipe
 import orjson
@@ -17,14 +18,17 @@ import orjson
 from parsers.body import parse_object
 from parsers.chat import ChatRequest, read_chat
 from parsers.detokenize import Vocabulary
+from parsers.dialects import DIALECTS
 from parsers.errors import BootError, ClientError, CodecError, Protocol
 from parsers.exchange import Exchange
+from parsers.invoke import Finish
+from parsers.pipeline import Pipeline
+from parsers.policy import GatePolicy, Hold
+from parsers.toolset import ToolSet
 from parsers.values import Constraint, Sampling, ServedModel
 
 TokenLogprob = tuple[float, Sequence[tuple[int, float]]]
 """Natural-log probability of a token, and (id, logprob) of its rivals."""
-
-Finish = Literal["stop", "length"]
 
 _VERSIONS = {
     "v4": recipe.ModelVersion.DeepseekV4Pro,
@@ -65,6 +69,8 @@ _BOOT_MESSAGES = [
     {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": [_BOOT_CALL]},
     {"role": "tool", "tool_call_id": "call_00_probe", "content": "t"},
 ]
+
+_DEFAULT = GatePolicy()
 
 
 class Wire:
@@ -149,12 +155,16 @@ class Codec:
 
     Attributes:
         model: what is served.
+        policy: what the gate does with a model's faults.
         vocabulary: the tokenizer's ids as bytes, and the ids of its markers.
         warnings: what the tokenizer lacks though no ordinary prompt needs it, in words.
     """
 
-    def __init__(self, model: ServedModel, tokenizer: Any, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, model: ServedModel, tokenizer: Any, vocabulary: Vocabulary, policy: GatePolicy
+    ) -> None:
         self.model = model
+        self.policy = policy
         self.vocabulary = vocabulary
         self.warnings: tuple[str, ...] = ()
         self._tokenizer = tokenizer
@@ -167,11 +177,15 @@ class Codec:
         )
 
     @classmethod
-    def load(cls, model: ServedModel) -> Codec:
+    def load(cls, model: ServedModel, policy: GatePolicy = _DEFAULT) -> Codec:
         """Load the tokenizer of a model and prove that it can carry the codec's prompts.
 
         A thinking prompt with tools and history and one without thinking are encoded; a reminder
         is tried and only reported in ``warnings``.
+
+        Args:
+            model: what is served.
+            policy: what the gate does with a model's faults.
 
         Raises:
             BootError: the file cannot be read, is no byte-level tokenizer, or lacks a special
@@ -183,7 +197,7 @@ class Codec:
             tokenizer = recipe.Tokenizer.from_str(raw.decode())
         except (OSError, ValueError, RuntimeError) as error:
             raise BootError(f"{model.tokenizer_path}: cannot be loaded: {error}") from error
-        codec = cls(model, tokenizer, Vocabulary.from_json(raw, model.tokenizer_path))
+        codec = cls(model, tokenizer, Vocabulary.from_json(raw, model.tokenizer_path), policy)
         codec._check_boot()
         return codec
 
@@ -203,9 +217,18 @@ class Codec:
         converted = self._convert(request.body)
         prompt_ids = tuple(self._encode(converted.conversation))
         sampling = self._sampling(request, converted, len(prompt_ids))
+        gated = bool(request.tools) and self.policy.hold is not Hold.NONE
+        parsing = converted.parsing_options
+        forced = bool(parsing.starts_in_tool_calls)
+        if gated:
+            # The stitcher opens the block itself, for a first call that may be delivered. So prose
+            # in place of a forced call is an answer, where the codec alone would lose it.
+            parsing.starts_in_tool_calls = False
+        wire = self._wire(converted, parsing, exchange_id, request.model)
         return Exchange(
             protocol=protocol,
-            wire=self._wire(converted, exchange_id, request.model),
+            wire=wire,
+            pipeline=self._pipeline(request, wire, parsing, forced=forced) if gated else None,
             prompt_ids=prompt_ids,
             sampling=sampling,
             constraint=_constraint(converted),
@@ -260,9 +283,28 @@ class Codec:
             top_logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
 
-    def _wire(self, converted: Any, exchange_id: str, model: str) -> Wire:
+    def _pipeline(
+        self, request: ChatRequest, wire: Wire, parsing: Any, *, forced: bool
+    ) -> Pipeline:
+        stage = parsing.thinking_initial_stage
+        policy = self.policy
+        if not request.parallel_calls:
+            policy = replace(policy, parallel_calls=False)
+        return Pipeline(
+            wire,
+            vocabulary=self.vocabulary,
+            dialect=DIALECTS[self.model.version],
+            tools=ToolSet(request.tools),
+            policy=policy,
+            choice=request.tool_choice,
+            reasoning=stage is not None and stage.starts_in_reasoning(),
+            forced=forced,
+            stops=bool(parsing.stop_sequences),
+        )
+
+    def _wire(self, converted: Any, parsing: Any, exchange_id: str, model: str) -> Wire:
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, exchange_id, model)
-        processor = recipe.StreamProcessor(generator, converted.parsing_options, self._tokenizer)
+        processor = recipe.StreamProcessor(generator, parsing, self._tokenizer)
         return Wire(
             processor,
             recipe.ChatCompletionResponse,

@@ -1,17 +1,30 @@
-"""Token ids to text: a table of bytes per id, and a decoder that holds back half a character.
+"""Token ids to text: what each id stands for, and a decoder that holds back half a character.
 
-Knows a byte-level ``tokenizer.json``; knows nothing of DSML's grammar. The codec's tokenizer only
-encodes, and its stream decoder cannot be used alone (it removes ``</think>`` even with parsing
-off), so this table is ours; the tests compare it with what the codec writes.
+Knows a byte-level ``tokenizer.json`` and which ids can begin a marker; knows nothing of DSML's
+grammar. The codec's tokenizer only encodes, and its stream decoder cannot be used alone (it
+removes ``</think>`` even with parsing off), so this table is ours; the tests compare it with what
+the codec writes.
 """
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
+from parsers.dialects import (
+    MARK,
+    MARK_BEGUN,
+    MARK_TEXT,
+    PLAIN_MARK,
+    THINK_END,
+    THINK_END_TEXT,
+)
 from parsers.errors import BootError
+
+_SENTINELS = {MARK_TEXT: MARK, THINK_END_TEXT: THINK_END}
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -32,11 +45,22 @@ class Vocabulary:
     Args:
         table: bytes per id; None where the id is not used.
         added: ids of the added tokens by spelling.
+
+    Attributes:
+        watched: ids that must not pass the parser by: markers, what may begin one, backticks, and
+            tokens that are not whole characters.
+        blank: ids that are nothing but blanks.
     """
 
     def __init__(self, table: list[bytes | None], added: dict[str, int]) -> None:
         self._table = table
-        self.added = added
+        self._texts = [None if raw is None else _whole(raw) for raw in table]
+        for spelling, id_ in added.items():
+            self._texts[id_] = _SENTINELS.get(spelling, spelling)
+        used = [(id_, text) for id_, text in enumerate(self._texts) if table[id_] is not None]
+        self.watched = frozenset(id_ for id_, text in used if text is None or _matters(text))
+        self.blank = frozenset(id_ for id_, text in used if text is not None and text.isspace())
+        self._bytes = {raw[0]: id_ for id_, raw in enumerate(table) if raw and len(raw) == 1}
 
     @classmethod
     def from_json(cls, raw: bytes, path: str) -> Vocabulary:
@@ -47,7 +71,7 @@ class Vocabulary:
             path: its name, for errors.
 
         Raises:
-            BootError: it is not a byte-level BPE tokenizer.
+            BootError: it is not a byte-level BPE tokenizer with a token for every byte.
         """
         try:
             data: dict[str, Any] = orjson.loads(raw)
@@ -59,17 +83,85 @@ class Vocabulary:
             raise BootError(f"{path}: expected a byte-level tokenizer (decoder type ByteLevel)")
         size = max([-1, *vocab.values(), *added.values()]) + 1
         table: list[bytes | None] = [None] * size
-        try:
-            for token, id_ in vocab.items():
+        for token, id_ in vocab.items():
+            try:
                 table[id_] = bytes([_ALPHABET[char] for char in token])
-        except KeyError as error:
-            # Special tokens may stand in the plain vocabulary as well, spelled as they are.
-            if token not in added:
-                raise BootError(f"{path}: token {token!r} is not byte-level: {error}") from error
+            except KeyError as error:
+                # Special tokens may stand in the plain vocabulary as well, spelled as they are.
+                if token not in added:
+                    raise BootError(f"{path}: token {token!r} is not byte-level") from error
         for token, id_ in added.items():
             table[id_] = token.encode()
-        return cls(table, added)
+        made = cls(table, added)
+        missing = [byte for byte in range(256) if byte not in made._bytes and not _never(byte)]
+        if missing:
+            raise BootError(f"{path}: has no token for the byte 0x{missing[0]:02x}")
+        return made
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes of an id; None for an id the tokenizer does not have."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else None
+
+    def text_of(self, token_id: int) -> str | None:
+        """Return an id's text in the parser's alphabet; None where it is not whole characters."""
+        return self._texts[token_id] if 0 <= token_id < len(self._texts) else None
+
+    def spell(self, text: str) -> list[int]:
+        """Return ids for a text, one per byte: as tokens, nothing in it can be a marker."""
+        return [self._bytes[byte] for byte in text.encode()]
+
+
+class Detokenizer:
+    """An incremental decoder of one output.
+
+    Args:
+        vocabulary: of the model.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = False
+
+    def push(self, token_id: int) -> str:
+        """Return the text an id completes; an id that is not in the vocabulary has none.
+
+        Half a character is held until it is whole; one that can not become whole is U+FFFD, one
+        at the end of the output is dropped, both as the codec does.
+        """
+        text = self._vocabulary.text_of(token_id)
+        if text is None:
+            raw = self._vocabulary.bytes_of(token_id) or b""
+            text = self._decoder.decode(raw)
+            self._pending = bool(self._decoder.getstate()[0])
+            return text
+        if self._pending:
+            self._pending = False
+            return self._decoder.decode(b"", final=True) + text
+        return text
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """Return the text that several ids complete."""
+        return "".join(map(self.push, token_ids))
+
+
+def _whole(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _matters(text: str) -> bool:
+    return (
+        "`" in text
+        or MARK in text
+        or THINK_END in text
+        or MARK_BEGUN.search(text) is not None
+        or PLAIN_MARK.search(text) is not None
+    )
+
+
+def _never(byte: int) -> bool:
+    """Whether a byte cannot occur in UTF-8."""
+    return byte in (0xC0, 0xC1) or byte >= 0xF5

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from parsers.errors import ClientError, Protocol, error_object
+from parsers.errors import ClientError, Protocol, ReplyError, error_body
+from parsers.invoke import Finish
+from parsers.pipeline import Pipeline
+from parsers.report import Report
 from parsers.values import Constraint, Sampling
 
 if TYPE_CHECKING:
-    from parsers.codec import Finish, TokenLogprob, Wire
+    from parsers.codec import TokenLogprob, Wire
 
 _DONE = b"data: [DONE]\n\n"
 _USAGE = re.compile(r'(?<!\\)"completion_tokens":(\d+),"total_tokens":(\d+)')
@@ -36,6 +39,8 @@ class Exchange:
         stream: whether the client asked for a stream.
         model: the model name the client used.
         ignored: request fields accepted without effect.
+        error: set when a policy says that what the model wrote is an error; a stream has then
+            ended in it, and in place of a whole reply it is to be sent.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Exchange:
         model: str,
         ignored: tuple[str, ...],
         eos_token_ids: tuple[int, ...],
+        pipeline: Pipeline | None,
     ) -> None:
         self.protocol = protocol
         self.prompt_ids = prompt_ids
@@ -58,9 +64,13 @@ class Exchange:
         self.stream = stream
         self.model = model
         self.ignored = ignored
+        self.error: ReplyError | None = None
         self._wire = wire
+        self._pipeline = pipeline
+        self._report = Report() if pipeline is None else pipeline.gate.report
         self._eos = frozenset(eos_token_ids)
         self._ended = False
+        self._received = 0
         self._completion_tokens: int | None = None
 
     @property
@@ -102,7 +112,18 @@ class Exchange:
             self._ended = True
         if not token_ids:
             return []
-        return self._frames(self._wire.tokens(token_ids, logprobs))
+        self._received += len(token_ids)
+        if self._pipeline is None:
+            chunks = self._wire.tokens(token_ids, logprobs)
+        else:
+            chunks = self._pipeline.receive(token_ids, logprobs)
+            gate = self._pipeline.gate
+            if gate.error is not None:
+                return self._refuse(chunks, gate.error)
+            self._ended = self._ended or gate.satisfied
+        if chunks and self._wire.finished:  # a stop sequence: the codec wrote its last chunk
+            chunks[-1] = self._seal(chunks[-1])
+        return self._frames(chunks)
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply.
@@ -115,13 +136,20 @@ class Exchange:
             The last frames, ``data: [DONE]`` included; none for a whole reply.
         """
         self._ended = True
-        if self._wire.finished:  # a stop sequence had the codec write its last chunk already
+        if self.error is not None:
+            return []
+        if self._wire.finished:
             return [_DONE] if self.stream else []
         self._completion_tokens = completion_tokens
-        chunks = self._wire.finish(finish)
+        chunks: list[str] = []
+        if self._pipeline is not None:
+            chunks = self._pipeline.close(finish)
+            if self._pipeline.gate.error is not None:
+                return self._refuse(chunks, self._pipeline.gate.error)
+        chunks += self._wire.finish(finish)
         if not self.stream:
             return []
-        chunks[-1] = self._count(chunks[-1])
+        chunks[-1] = self._seal(chunks[-1])
         return [*self._frames(chunks), _DONE]
 
     def fail(self, message: str) -> list[bytes]:
@@ -133,31 +161,54 @@ class Exchange:
         Returns:
             The error frame and the end of the stream; none for a whole reply.
         """
+        return self._end_in(ClientError(message, status=500, code="internal_error"))
+
+    def body(self) -> bytes:
+        """Return the whole reply; only after ``close`` and only without a stream.
+
+        Raises:
+            ReplyError: a policy says that what the model wrote is an error.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._seal(self._wire.body()).encode()
+
+    @property
+    def report(self) -> Report:
+        """What the gate did to the reply so far."""
+        return self._report
+
+    def _refuse(self, chunks: list[str], error: ReplyError) -> list[bytes]:
+        self.error = error
+        return self._frames(chunks) + self._end_in(error)
+
+    def _end_in(self, error: ClientError) -> list[bytes]:
         self._ended = True
         self._wire.abandon()
         if not self.stream:
             return []
-        error = error_object(ClientError(message, status=500, code="internal_error"))
-        return [b"data: " + orjson.dumps({"error": error}) + b"\n\n", _DONE]
+        return [b"data: " + error_body(self.protocol, error) + b"\n\n", _DONE]
 
-    def body(self) -> bytes:
-        """Return the whole reply; only after ``close`` and only without a stream."""
-        return self._count(self._wire.body()).encode()
+    def _seal(self, chunk: str) -> str:
+        """Complete the last chunk or the whole body: the engine's count, the gate's report.
 
-    def _count(self, chunk: str) -> str:
-        """Put the engine's count into ``usage``: the codec counts neither EOS nor half characters.
-
-        A quote inside a JSON string is escaped, so the pattern can only match a key.
+        The codec counts neither a stop token nor half a character nor re-spelled markup. A quote
+        inside a JSON string is escaped, so the pattern can only match a key.
         """
         count = self._completion_tokens
-        if count is None:
+        if count is None and self._pipeline is not None:
+            count = self._received
+        if count is not None:
+            chunk = _USAGE.sub(lambda found: _usage(found, count), chunk, count=1)
+        extension = self._report.extension()
+        if extension is None:
             return chunk
-
-        def patch(found: re.Match[str]) -> str:
-            total = int(found[2]) - int(found[1]) + count
-            return f'"completion_tokens":{count},"total_tokens":{total}'
-
-        return _USAGE.sub(patch, chunk, count=1)
+        return f'{chunk[:-1]},"bathyal":{orjson.dumps(extension).decode()}}}'
 
     def _frames(self, chunks: list[str]) -> list[bytes]:
         return [f"data: {chunk}\n\n".encode() for chunk in chunks]
+
+
+def _usage(found: re.Match[str], count: int) -> str:
+    total = int(found[2]) - int(found[1]) + count
+    return f'"completion_tokens":{count},"total_tokens":{total}'

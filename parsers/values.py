@@ -67,3 +67,21 @@ class Constraint:
 
     kind: str
     schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls a request asks for.
+
+    Args:
+        mode: ``none``, ``auto`` or ``required``; a named choice is ``required``.
+        name: the one tool that may be called, None for any.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether the reply has to hold a call."""
+        return self.mode == "required"

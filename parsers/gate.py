@@ -1,0 +1,319 @@
+"""Decides what of a reply is delivered, before anything of it is sent.
+
+Knows the parser's events, the declared tools and the policy; tells a ``Sink`` what to write and a
+``Report`` what it did. Knows neither tokens nor the codec. What happens inside one call is
+``parsers.invoke``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parsers.dialects import MARK, quote, spell
+from parsers.errors import ReplyError
+from parsers.events import (
+    BlockClosed,
+    BlockOpened,
+    Event,
+    InvokeClosed,
+    InvokeOpened,
+    Noise,
+    ParamClosed,
+    ParamOpened,
+    ParamText,
+    Stray,
+    Text,
+    ThinkEnd,
+)
+from parsers.invoke import Finish, Invoke
+from parsers.policy import Action, Doubt, GatePolicy
+from parsers.report import LONGEST_RAW, Report, Withheld
+from parsers.sink import Sink
+from parsers.toolset import ToolSet
+from parsers.values import ToolChoice
+
+_WHY = {
+    "undeclared_tool": "the tool is not declared",
+    "not_chosen": "tool_choice names another tool",
+    "tool_choice_none": "tool_choice is none",
+    "parallel_tool_calls": "parallel_tool_calls is false",
+    "broken_json": "its arguments are not valid",
+    "malformed_call": "it cannot be read",
+    "unclosed_call": "it was not finished",
+}
+
+
+class ToolGate:
+    """The gate of one reply.
+
+    Args:
+        tools: the declared tools.
+        policy: what is done with each fault.
+        sink: where decisions go.
+        reasoning: the output starts inside the reasoning.
+        choice: which calls the request asks for.
+
+    Attributes:
+        report: what was done.
+        error: set when a policy says that the reply is an error.
+        satisfied: no further output is wanted: the one call that is allowed was delivered.
+        spoke: whether the answer holds anything but blanks.
+        reasoning: whether the text that comes now is reasoning.
+    """
+
+    def __init__(
+        self,
+        tools: ToolSet,
+        policy: GatePolicy,
+        sink: Sink,
+        *,
+        reasoning: bool,
+        choice: ToolChoice,
+    ) -> None:
+        self.report = Report()
+        self.error: ReplyError | None = None
+        self.satisfied = False
+        self.spoke = False
+        self.reasoning = reasoning
+        self._tools = tools
+        self._policy = policy
+        self._sink = sink
+        self._choice = choice
+        self._call: Invoke | None = None
+        self._noise = ""  # of the block, between its calls
+        self._doubted: list[Event] | None = None
+        self._finish: Finish = "stop"
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Text: self._on_text,
+            ThinkEnd: self._on_think_end,
+            Stray: self._on_stray,
+            BlockOpened: self._on_block_opened,
+            InvokeOpened: self._on_invoke_opened,
+            ParamOpened: self._on_param_opened,
+            ParamText: self._on_param_text,
+            ParamClosed: self._on_param_closed,
+            InvokeClosed: self._on_invoke_closed,
+            BlockClosed: self._on_block_closed,
+            Noise: self._on_noise,
+        }
+
+    @property
+    def open(self) -> bool:
+        """Whether ordinary text passes as it is: nothing in doubt, no call delivered yet."""
+        return self._doubted is None and not self.report.calls
+
+    def handle(self, event: Event) -> None:
+        """Decide one event."""
+        if self._doubted is None:
+            self._handlers[type(event)](event)
+        else:
+            self._on_doubted(event)
+
+    def close(self, events: list[Event], finish: Finish) -> None:
+        """Decide the last events, knowing why the output ended."""
+        self._finish = finish
+        for event in events:
+            self.handle(event)
+        if self._doubted is not None:
+            self._believe()
+        report = self.report
+        if self._choice.forced and not report.calls:
+            report.unmet = "tool_choice"
+        if report.withheld and not report.calls and not self.spoke and self.error is None:
+            # Never an empty reply: an agent would take it for the end of its task.
+            if self.reasoning:
+                self._sink.end_reasoning()
+            self._sink.say(_note(report.withheld[0], len(report.withheld)))
+
+    # Outside of calls
+
+    def _on_text(self, event: Text) -> None:
+        if self.report.calls:
+            self._lose(event.raw)
+            return
+        self._sink.verbatim(len(event.raw))
+        if not self.spoke and not self.reasoning:
+            self.spoke = not event.raw.isspace()
+
+    def _on_think_end(self, event: ThinkEnd) -> None:
+        self.reasoning = False
+        if self.report.calls:
+            self._sink.drop(len(event.raw))
+        else:
+            self._sink.verbatim(len(event.raw))
+
+    def _on_stray(self, event: Stray) -> None:
+        if self._policy.stray_marker is Action.PASS and not self.report.calls:
+            self._sink.verbatim(len(event.raw))
+            self.spoke = self.spoke or not self.reasoning
+        else:
+            self._show(event.raw)
+
+    def _show(self, raw: str) -> None:
+        """Show markup as text, its markers made harmless."""
+        if self.report.calls:
+            self._lose(raw)
+            return
+        self._sink.drop(len(raw))
+        self._sink.say(quote(raw))
+        self.report.quoted_markers += quote(raw) != spell(raw)
+        self.spoke = self.spoke or not self.reasoning
+
+    def _lose(self, raw: str) -> None:
+        """Leave out text that the codec has no place for: it writes none after a call."""
+        self._sink.drop(len(raw))
+        self.report.lose(quote(raw))
+
+    # Blocks, and those that may be quotations
+
+    def _on_block_opened(self, event: BlockOpened) -> None:
+        if event.doubtful and self._policy.doubtful_block is not Doubt.CALL:
+            self._doubted = [event]
+        else:
+            self._sink.drop(len(event.raw))
+
+    def _on_doubted(self, event: Event) -> None:
+        assert self._doubted is not None
+        if self._policy.doubtful_block is Doubt.QUOTE:
+            self._doubted.append(event)
+            if isinstance(event, BlockClosed):
+                self._disbelieve()
+        elif isinstance(event, Stray | ThinkEnd) or (
+            isinstance(event, Text) and not event.raw.isspace()
+        ):
+            self._disbelieve()
+            self.handle(event)
+        else:
+            self._doubted.append(event)
+
+    def _disbelieve(self) -> None:
+        """Show the doubted block as the quotation it is: the output goes on after it."""
+        events, self._doubted = self._doubted or [], None
+        markup = ""
+        for event in events:
+            if not isinstance(event, Text):
+                markup += event.raw
+                continue
+            if markup:
+                self._show(markup)
+                markup = ""
+            self._on_text(event)
+        if markup:
+            self._show(markup)
+
+    def _believe(self) -> None:
+        """Take the doubted block for calls: it ended the output."""
+        if self._policy.doubtful_block is Doubt.QUOTE:
+            self._disbelieve()
+            return
+        events, self._doubted = self._doubted or [], None
+        for event in events:
+            if isinstance(event, BlockOpened):
+                self._sink.drop(len(event.raw))
+            else:
+                self.handle(event)
+
+    def _on_noise(self, event: Noise) -> None:
+        if self._call is not None:
+            self._current(event.raw).noise += event.raw
+        else:
+            self._sink.drop(len(event.raw))
+            self._noise += event.raw
+
+    def _on_block_closed(self, event: BlockClosed) -> None:
+        self._sink.drop(len(event.raw))
+        noise, self._noise = self._noise, ""
+        if not event.complete and MARK in noise:  # cut inside an opening tag
+            if self._finish == "stop":
+                self._withhold(None, "unclosed_call", noise)
+        elif noise.strip():
+            self.report.lose(quote(noise))
+
+    # Calls
+
+    def _on_invoke_opened(self, event: InvokeOpened) -> None:
+        name = event.name
+        tool = -1 if name is None else self._tools.index(name)
+        self._call = Invoke(
+            name or "",
+            tool,
+            self._refusal(name, tool),
+            tools=self._tools,
+            policy=self._policy,
+            sink=self._sink,
+        )
+        self._current(event.raw)
+        if self._call.reason == "undeclared_tool" and (
+            self._policy.undeclared_tool is Action.ERROR
+        ):
+            self._fail(
+                f"the model called the tool {quote(self._call.name)!r}, which is not declared",
+                "undeclared_tool",
+            )
+
+    def _refusal(self, name: str | None, tool: int) -> str | None:
+        lenient = self._policy.undeclared_tool is Action.PASS
+        if name is None:
+            return "malformed_call"
+        if self._choice.mode == "none":
+            return "tool_choice_none"
+        if tool < 0 and not lenient:
+            return "undeclared_tool"
+        if self._choice.name not in (None, name) and not lenient:
+            return "not_chosen"
+        if self.report.calls and not self._policy.parallel_calls:
+            return "parallel_tool_calls"
+        return None
+
+    def _on_param_opened(self, event: ParamOpened) -> None:
+        self._current(event.raw).open_parameter(event)
+
+    def _on_param_text(self, event: ParamText) -> None:
+        self._current(event.raw).add(event.raw)
+
+    def _on_param_closed(self, event: ParamClosed) -> None:
+        self._current(event.raw).close_parameter()
+
+    def _on_invoke_closed(self, event: InvokeClosed) -> None:
+        call = self._current(event.raw)
+        self._call = None
+        if event.complete:
+            call.finish()
+        else:
+            unclosed = call.reason is None and self._finish == "stop"
+            if unclosed and self._policy.unclosed_call is Action.ERROR:
+                self._fail(f"the output ended inside a call of {call.name!r}", "unclosed_call")
+            call.cut(self._finish)
+        if call.reason is not None:
+            self._withhold(call.name or None, call.reason, call.raw)
+            return
+        self.report.calls += 1
+        self.report.repaired += call.mends
+        if call.tool < 0:
+            self.report.flagged.append(call.name)
+        if call.noise.strip() and not any(mend.rule == "json_body" for mend in call.mends):
+            self.report.lose(quote(call.noise))
+        self.satisfied = not self._policy.parallel_calls
+
+    def _withhold(self, name: str | None, reason: str, raw: str) -> None:
+        self.report.withheld.append(Withheld(name, reason, quote(raw).strip()[:LONGEST_RAW]))
+
+    def _fail(self, message: str, code: str) -> None:
+        if self.error is None:
+            self.error = ReplyError(message, code=code)
+
+    def _current(self, raw: str) -> Invoke:
+        """Return the open call; its markup is swallowed: what is delivered is re-spelled."""
+        assert self._call is not None
+        self._sink.drop(len(raw))
+        self._call.keep(raw)
+        return self._call
+
+
+def _note(withheld: Withheld, count: int) -> str:
+    """Say in the answer that it lost its calls; for an agent and its user to read."""
+    name = quote(withheld.name or "").strip()
+    which = f'A call of the tool "{name[:64]}"' if name else "A tool call"
+    more = f", like {count - 1} more," if count > 1 else ""
+    return f"[{which}{more} was not delivered: {_WHY[withheld.reason]}.]"

@@ -1,0 +1,155 @@
+r"""JSON as text that is checked but never re-spelled: digits and blanks stay as they were written.
+
+The standard decoder is used beside orjson for what orjson cannot tell: repeated keys, and where
+the value of each member stands in the text.
+"""
+
+from __future__ import annotations
+
+import json  # noqa: TID251 -- repeated keys and positions of members; nothing is encoded with it
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+DEEPEST = 128
+"""Nesting beyond which a value is not taken for JSON (readers in the field stop near 128)."""
+
+_BAR = "｜"
+
+
+class _RepeatedKeyError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise _RepeatedKeyError
+    return members
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+_BLANKS = " \t\n\r"
+_BREAKS = frozenset(" \"'\\<>=" + _BAR)
+
+
+def is_strict(text: str) -> bool:
+    """Whether a text is one JSON value every strict reader takes, without repeated keys."""
+    try:
+        orjson.loads(text)  # refuses what the standard decoder lets pass: lone surrogates, 1e400
+        _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return text.count("[") + text.count("{") <= DEEPEST or _depth(text) <= DEEPEST
+
+
+def mend_surrogates(text: str) -> str:
+    r"""Replace escapes of half a character (``\ud83d`` alone) by the one of U+FFFD."""
+
+    def mend(found: re.Match[str]) -> str:
+        return "\\ufffd" if found["half"] else found[0]
+
+    return _ESCAPE.sub(mend, text)
+
+
+def type_of(text: str) -> str:
+    """Name the JSON Schema type of a strict JSON text; ``integer`` where it has no fraction."""
+    value = orjson.loads(text)
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return names[type(value)]
+
+
+def members(text: str) -> list[tuple[str, str]] | None:
+    """Split a strict JSON object into its keys and the text of their values.
+
+    Returns:
+        (key, value text) in order; None where the text is no strict JSON object.
+    """
+    stripped = text.strip(_BLANKS)
+    if not stripped.startswith("{") or not is_strict(stripped):
+        return None
+    return list(_members(stripped))
+
+
+def _members(text: str) -> Iterator[tuple[str, str]]:
+    at = _skip(text, 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        begin = _skip(text, _skip(text, at) + 1)  # past the colon
+        _, end = _DECODER.raw_decode(text, begin)
+        yield key, text[begin:end]
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in _BLANKS:
+        at += 1
+    return at
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    in_string = escaped = False
+    for char in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                in_string = False
+        elif char == '"':
+            in_string = True
+        elif char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest
+
+
+def escape(text: str) -> str:
+    """Return the inside of a JSON string; the marker's bar is escaped, so no marker shows."""
+    return orjson.dumps(text).decode()[1:-1].replace(_BAR, "\\uff5c")
+
+
+def hide_bars(text: str) -> str:
+    """Return a JSON text in which the marker's bar is escaped (it can only stand in a string)."""
+    return text.replace(_BAR, "\\uff5c")
+
+
+def key_text(key: str) -> str:
+    r"""Return the inside of a JSON string for a member's name.
+
+    The codec splices the name of a parameter into the arguments as it is, up to a quote or blank.
+    So everything that breaks there is written as an escape, which it passes on.
+    """
+    return "".join(char if _plain(char) else _escaped(char) for char in key)
+
+
+def _plain(char: str) -> bool:
+    return char.isprintable() and char not in _BREAKS
+
+
+def _escaped(char: str) -> str:
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

@@ -1,0 +1,140 @@
+"""SGLang's native parsing endpoint: a whole model output as text, its calls out.
+
+The same parser and gate as a reply's, over another sink. Here nothing is streamed and the caller
+sees every call, so undeclared ones are passed with index -1, as SGLang does (protocol.md 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from parsers.dialects import mark_text, spell
+from parsers.dsml import DsmlParser
+from parsers.gate import ToolGate
+from parsers.policy import Action, Doubt, GatePolicy
+from parsers.toolset import ToolSet
+from parsers.values import ToolChoice
+
+_PIECE = 4096  # characters fed at once, so that the parser's buffer stays small
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call found in a text.
+
+    Args:
+        tool_index: position of the tool in ``tools``, -1 where it is not listed.
+        name: the tool it names.
+        parameters: the arguments, JSON text; the beginning of it where the text was cut.
+    """
+
+    tool_index: int
+    name: str
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCalls:
+    """What ``parse_function_call`` found.
+
+    Args:
+        normal_text: the text outside of calls.
+        calls: the calls, in order.
+    """
+
+    normal_text: str
+    calls: tuple[ParsedCall, ...]
+
+    def body(self) -> bytes:
+        """Return the JSON body of SGLang's reply."""
+        calls = [
+            {"tool_index": c.tool_index, "name": c.name, "parameters": c.parameters}
+            for c in self.calls
+        ]
+        return orjson.dumps({"normal_text": self.normal_text, "calls": calls})
+
+
+class _Collector:
+    """A sink that keeps everything as text."""
+
+    def __init__(self, text: str) -> None:
+        self._source = text
+        self._at = 0
+        self.text: list[str] = []
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def verbatim(self, size: int) -> None:
+        self.text.append(self._source[self._at : self._at + size])
+        self._at += size
+
+    def drop(self, size: int) -> None:
+        self._at += size
+
+    def say(self, text: str) -> None:
+        self.text.append(text)
+
+    def end_reasoning(self) -> None:
+        raise AssertionError("a text is parsed without a notion of reasoning")
+
+    def open_call(self, name: str) -> None:
+        if not self.calls:  # the codec swallows the newlines before the first call
+            self.text = ["".join(self.text).rstrip("\n")]
+        self.calls.append((name, []))
+
+    def key(self, name: str, *, first: bool) -> None:
+        quoted = orjson.dumps(name).decode()
+        self.calls[-1][1].append(f"{'{' if first else ', '}{quoted}: ")
+
+    def value(self, text: str) -> None:
+        self.calls[-1][1].append(text)
+
+    def close_call(self, *, empty: bool) -> None:
+        self.calls[-1][1].append("{}" if empty else "}")
+
+
+def parse_function_call(
+    text: str,
+    tools: Sequence[Mapping[str, Any]],
+    policy: GatePolicy = GatePolicy(doubtful_block=Doubt.CALL, stray_marker=Action.PASS),  # noqa: B008 -- frozen
+) -> ParsedCalls:
+    """Find the calls in a text that a model wrote; any spelling of the markers counts.
+
+    Args:
+        text: the output, with or without its reasoning.
+        tools: function tools in the Chat Completions form; without any, the text is returned as
+            it is.
+        policy: the gate's rules; undeclared tools are passed whatever it says.
+
+    Returns:
+        The text around the calls, without ``</think>``, and the calls. Text after the calls is
+        left out, and a cut call keeps cut parameters, both as SGLang's endpoint does.
+    """
+    if not tools:
+        return ParsedCalls(text, ())
+    marked = mark_text(text)
+    sink = _Collector(marked)
+    names = ToolSet(tools)
+    gate = ToolGate(
+        names,
+        replace(policy, undeclared_tool=Action.PASS),
+        sink,
+        reasoning=False,
+        choice=ToolChoice(),
+    )
+    parser = DsmlParser()
+    for piece in _pieces(marked):
+        for event in parser.feed(piece):
+            gate.handle(event)
+    gate.close(parser.close(), "length")
+    normal = spell("".join(sink.text).replace("\ud801", ""))
+    calls = (ParsedCall(names.index(name), name, "".join(json)) for name, json in sink.calls)
+    return ParsedCalls(normal, tuple(calls))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for at in range(0, len(text), _PIECE):
+        yield text[at : at + _PIECE]

@@ -1,0 +1,106 @@
+"""From token ids to wire chunks past the gate: detokenize, parse, judge, stitch.
+
+Knows the order of the four; each knows its own part. Ordinary text takes a short cut: as long as
+nothing is held and no id can begin a marker, ids go to the codec as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from parsers.detokenize import Detokenizer, Vocabulary
+from parsers.dialects import Dialect
+from parsers.dsml import DsmlParser
+from parsers.gate import ToolGate
+from parsers.invoke import Finish
+from parsers.policy import GatePolicy
+from parsers.stitch import Stitch
+from parsers.toolset import ToolSet
+from parsers.values import ToolChoice
+
+if TYPE_CHECKING:
+    from parsers.codec import TokenLogprob, Wire
+
+
+class Pipeline:
+    """The gated way of one reply.
+
+    Args:
+        wire: the codec's side of the reply.
+        vocabulary: of the model.
+        dialect: how calls are spelled for the codec.
+        tools: the declared tools.
+        policy: what the gate does with each fault.
+        choice: which calls the request asks for.
+        reasoning: the output starts inside the reasoning.
+        forced: the prompt has opened the block of calls.
+        stops: the request has stop sequences; what comes after one is not looked at, so tokens are
+            then taken one by one.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        vocabulary: Vocabulary,
+        dialect: Dialect,
+        tools: ToolSet,
+        policy: GatePolicy,
+        choice: ToolChoice,
+        reasoning: bool,
+        forced: bool,
+        stops: bool,
+    ) -> None:
+        self._wire = wire
+        self._one_by_one = stops
+        self._vocabulary = vocabulary
+        self._detokenizer = Detokenizer(vocabulary)
+        self._parser = DsmlParser(reasoning=reasoning, forced=forced)
+        self._stitch = Stitch(wire, vocabulary, dialect)
+        self.gate = ToolGate(tools, policy, self._stitch, reasoning=reasoning, choice=choice)
+
+    def receive(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[str]:
+        """Take generated ids (no stop token among them); return the chunks' JSON."""
+        gate, parser, stitch = self.gate, self._parser, self._stitch
+        if (
+            self._vocabulary.watched.isdisjoint(token_ids)
+            and parser.idle
+            and stitch.empty
+            and gate.open
+        ):
+            parser.skip()
+            if not gate.spoke and not gate.reasoning:
+                gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
+            return self._wire.tokens(token_ids, logprobs)
+        if self._one_by_one and len(token_ids) > 1:
+            return self._receive_each(token_ids, logprobs)
+        text = ""
+        for token_id, logprob in zip(token_ids, logprobs or repeat(None), strict=False):
+            piece = self._detokenizer.push(token_id)
+            stitch.hold(token_id, logprob, piece)
+            text += piece
+        for event in parser.feed(text):
+            gate.handle(event)
+        return stitch.flush()
+
+    def _receive_each(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[str]:
+        chunks: list[str] = []
+        for i, token_id in enumerate(token_ids):
+            if self._wire.finished:
+                break
+            chunks += self.receive((token_id,), logprobs and logprobs[i : i + 1])
+        return chunks
+
+    def close(self, finish: Finish) -> list[str]:
+        """End the output; return the chunks of what was held.
+
+        Half a character at the end stays in the queue: the codec would drop it as well.
+        """
+        self.gate.close(self._parser.close(), finish)
+        return self._stitch.flush()

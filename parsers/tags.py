@@ -1,0 +1,125 @@
+"""Reads one DSML tag, however a model may have spelled it.
+
+Knows a piece of text that starts after a marker; knows neither states nor policies.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from parsers.dialects import BLOCK_NAMES, MARK, THINK_END
+
+LONGEST_TAG = 1024
+"""Characters after which a tag that does not end is taken for text."""
+
+
+class Tag(NamedTuple):
+    """A tag: ``end`` is the index after it; name and string are an opener's attributes."""
+
+    kind: str
+    end: int
+    name: str | None = None
+    string: bool | None = None
+
+
+Reading = Tag | Literal["more", "none"]
+"""A tag, or that its end has not come yet, or that this is no tag."""
+
+_WORD = re.compile(r"\s{0,2}([A-Za-z_]*)")
+_CLOSER = re.compile(r"\s{0,2}([A-Za-z_]*)(\s*>)?")
+_ATTRIBUTES = re.compile(r"\s*(?:>|[A-Za-z_]+\s*(?:=|\Z)|\Z)")
+_STOP = re.compile(f"</?{MARK}|[{MARK}{THINK_END}]")
+
+_INVOKE = (
+    re.compile(r"""[^"'>]*?\bname\s*=\s*"([^"]*)"[^>]*"""),
+    re.compile(r"""[^"'>]*?\bname\s*=\s*'([^']*)'[^>]*"""),
+    re.compile(r"""[^"'>]*?\bname\s*=\s*([^\s"'>]+)[^"'>]*"""),
+)
+# In the order tried. The codec writes a parameter's name raw, whatever it holds, so the name ends
+# only where a string attribute follows; the last of two string attributes counts, as there.
+_NAME = r"""\s*name\s*=\s*"""
+_SAYS = r"""string\s*=\s*["']?(?P<string>\w*)["']?\s*"""
+_PARAMETER = (
+    re.compile(_NAME + r"""\"(?P<name>.*?)"(?:\s+string\s*=\s*"(?P<string>[^"]*)")+\s*""", re.S),
+    re.compile(
+        _NAME + r"""["'](?P<name>[^"'>]*?)\s+""" + _SAYS, re.S
+    ),  # the closing quote forgotten
+    re.compile(_NAME + r"""(?P<q>["']?)(?P<name>.*?)(?P=q)\s+""" + _SAYS, re.S),
+    re.compile(r"""\s*""" + _SAYS + _NAME + r"""(?P<q>["']?)(?P<name>.*?)(?P=q)\s*""", re.S),
+    re.compile(_NAME + r"""\"(?P<name>[^"]*)"\s*"""),
+    re.compile(_NAME + r"""'(?P<name>[^']*)'\s*"""),
+    re.compile(_NAME + r"""(?P<name>[^\s"'>]+)\s*"""),
+)
+_STRING = {"true": True, "false": False}
+
+
+def read_closer(text: str, start: int, *, final: bool) -> Reading:
+    """Read a closing tag whose marker ends at ``start``.
+
+    Any word may follow; a missing ``>`` is forgiven.
+    """
+    found = _CLOSER.match(text, start)
+    assert found is not None  # every part may be empty
+    if found[2] is None and not final and not text[found.end(1) :].strip():
+        return "more"
+    return Tag(_kind(found[1]), found.end())
+
+
+def read_opener(text: str, start: int, *, final: bool) -> Reading:
+    """Read an opening tag whose marker ends at ``start``."""
+    word = _WORD.match(text, start)
+    assert word is not None
+    kind = _kind(word[1])
+    if word.end() == len(text) and not final:
+        return "more" if _may_become_known(word[1]) else "none"
+    if kind == "other":
+        return "none"
+    if kind == "block":
+        rest = text[word.end() :].lstrip()
+        if not rest and not final:
+            return "more"
+        return Tag(kind, text.index(">", word.end()) + 1) if rest.startswith(">") else "none"
+    if _ATTRIBUTES.match(text, word.end()) is None:
+        return "none"
+    return _read_attributes(kind, text, word.end(), final=final)
+
+
+def _read_attributes(kind: str, text: str, start: int, *, final: bool) -> Reading:
+    stop = _STOP.search(text, start)
+    limit = min(stop.start() if stop else len(text), start + LONGEST_TAG)
+    first = close = text.find(">", start, limit)
+    while close >= 0:
+        tag = _complete(kind, text[start:close], close + 1)
+        if tag is not None:
+            return tag
+        close = text.find(">", close + 1, limit)
+    if limit == len(text) and not final:
+        return "more"
+    # It will never make sense: a tag without a readable name up to its first ">", or no tag.
+    return Tag(kind, first + 1) if first >= 0 else "none"
+
+
+def _complete(kind: str, attributes: str, end: int) -> Tag | None:
+    if kind == "invoke":
+        if not attributes.strip():
+            return Tag(kind, end)
+        for form in _INVOKE:
+            if found := form.fullmatch(attributes):
+                return Tag(kind, end, found[1])
+        return None
+    for form in _PARAMETER:
+        if found := form.fullmatch(attributes):
+            string = found.groupdict().get("string")
+            return Tag(kind, end, found["name"], _STRING.get((string or "").lower()))
+    return None
+
+
+def _kind(word: str) -> str:
+    if word in BLOCK_NAMES:
+        return "block"
+    return word if word in ("invoke", "parameter") else "other"
+
+
+def _may_become_known(word: str) -> bool:
+    return any(known.startswith(word) for known in (*BLOCK_NAMES, "invoke", "parameter"))
