@@ -1,0 +1,233 @@
+"""Decides what each step runs: continuous batching with chunked prefill over two pools.
+
+Knows token counts, block ids and slots. Knows nothing of tensors, sampling or clocks.
+
+A request holds one slot (its fixed-size state) and enough blocks for the tokens it has. The rules:
+
+1. Every running stream that has only its newest token to process gets its row in every step;
+   prompts share the rest of the row budget in order of arrival. A step so lasts at most as long as
+   its budget, and a prompt advances in every step.
+2. A waiting request is admitted, in order of arrival, when a slot and the blocks for all its tokens
+   are free, plus one block for each running request to grow into. The first that does not fit
+   holds up those behind it, so a long prompt is not starved by short ones.
+3. When a stream needs a block and none is free, the youngest running request is preempted: it
+   loses its memory, keeps its tokens, and waits at the head of the queue. The oldest request is
+   never preempted by another and one request of full length always fits, so each one ends.
+
+By 2 and 3 whoever runs arrived before whoever waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.api import FinishReason, GenerateRequest
+from engine.plan.blocks import BlockPool
+from engine.plan.request import RequestState, Status
+from engine.plan.step import Chunk, StepPlan
+
+
+class Scheduler:
+    """Queue, running set and pools.
+
+    `plan` and `commit` are apart, so that results may be committed after further host work.
+
+    Args:
+        num_blocks: blocks that requests can hold.
+        block_size: positions per block.
+        num_slots: requests that can run at once.
+        max_batched_tokens: rows of one step; more than num_slots.
+        max_model_len: context in tokens; fits the blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        if num_blocks * block_size < max_model_len:
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} positions cannot hold one request of"
+                f" {max_model_len} tokens"
+            )
+        if max_batched_tokens <= num_slots:
+            raise ValueError(
+                f"a step of {max_batched_tokens} rows leaves no prompt a row beside {num_slots}"
+                " running streams"
+            )
+        self.blocks = BlockPool(num_blocks)
+        self.slots = BlockPool(num_slots, "slot")
+        self.num_preemptions = 0
+        self._block_size = block_size
+        self._max_batched_tokens = max_batched_tokens
+        self._max_model_len = max_model_len
+        self._arrivals = 0
+        self._live: dict[str, RequestState] = {}
+        self._running: list[RequestState] = []  # in order of arrival
+        self._waiting: deque[RequestState] = deque()  # in order of arrival
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold memory."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none."""
+        return len(self._waiting)
+
+    def get(self, request_id: str) -> RequestState:
+        """Give the live request of this id.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._live[request_id]
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Its prompt is not empty and shorter than the context.
+
+        Raises:
+            ValueError: the id is that of a live request.
+        """
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id} is live already")
+        state = RequestState(request, self._arrivals, self._max_model_len)
+        self._arrivals += 1
+        self._live[request.id] = state
+        self._waiting.append(state)
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """End a request in whatever state it is and free its memory at once.
+
+        Returns:
+            what it was, or None if no such request is live.
+        """
+        state = self._live.pop(request_id, None)
+        if state is None:
+            return None
+        (self._waiting if state.status is Status.WAITING else self._running).remove(state)
+        self._release(state)
+        state.finish()
+        return state
+
+    def plan(self) -> StepPlan:
+        """Decide the next step, preempting and admitting where needed."""
+        chunks: list[Chunk] = []
+        budget = self._max_batched_tokens
+        preemptions = self.num_preemptions
+        for state in tuple(self._running):
+            # A decode whose request was preempted by an older one in this loop is WAITING now.
+            if state.status is Status.DECODE and self._grow(state):
+                chunks.append(self._chunk(state, 1))
+                budget -= 1
+        if preemptions == self.num_preemptions:
+            self._admit(budget)
+        for state in self._running:
+            if budget and state.status is Status.PREFILL:
+                size = min(budget, len(state.token_ids) - state.num_computed)
+                chunks.append(self._chunk(state, size))
+                budget -= size
+        return StepPlan(tuple(chunks))
+
+    def commit(self, chunk: Chunk, sampled: int | None) -> FinishReason | None:
+        """Record that a chunk ran; end the request if that was its last token.
+
+        Args:
+            chunk: of the last plan; its request is live.
+            sampled: the token drawn from its logits, None where it wanted none.
+
+        Returns:
+            why the request has ended, or None if it goes on.
+        """
+        reason = self._live[chunk.request_id].advance(len(chunk.token_ids), sampled)
+        if reason is not None:
+            self.remove(chunk.request_id)
+        return reason
+
+    def check_integrity(self) -> None:
+        """Check that nothing is lost, held twice or out of order.
+
+        Raises:
+            RuntimeError: it is; a bug of this module.
+        """
+        running, waiting = self._running, list(self._waiting)
+        self.blocks.check_integrity(state.block_ids for state in running)
+        self.slots.check_integrity((state.slot,) for state in running)
+        everyone = running + waiting
+        arrivals = [state.arrival for state in everyone]
+        if arrivals != sorted(arrivals):
+            raise RuntimeError(f"requests out of order of arrival: {arrivals}")
+        if {id(state) for state in everyone} != {id(state) for state in self._live.values()}:
+            raise RuntimeError("live requests differ from those running and waiting")
+        for state in running:
+            if state.status not in (Status.PREFILL, Status.DECODE):
+                raise RuntimeError(f"request {state.request.id} runs, but is {state.status.value}")
+            if len(state.block_ids) * self._block_size < state.num_computed:
+                raise RuntimeError(f"request {state.request.id} has tokens outside its blocks")
+        for state in waiting:
+            if state.status is not Status.WAITING or state.block_ids or state.slot:
+                raise RuntimeError(f"request {state.request.id} waits, but holds memory")
+
+    def _chunk(self, state: RequestState, size: int) -> Chunk:
+        start = state.num_computed
+        end = start + size
+        return Chunk(
+            request_id=state.request.id,
+            slot=state.slot,
+            start=start,
+            token_ids=tuple(state.token_ids[start:end]),
+            block_ids=state.block_ids,
+            wants_logits=end == len(state.token_ids),
+        )
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _admit(self, budget: int) -> None:
+        """Admit from the head of the queue while there are rows and memory for it."""
+        if not self._waiting:
+            return
+        rows = budget - sum(
+            len(state.token_ids) - state.num_computed
+            for state in self._running
+            if state.status is Status.PREFILL
+        )
+        while self._waiting and rows > 0 and self.slots.num_free:
+            state = self._waiting[0]
+            needed = self._blocks_for(len(state.token_ids))
+            if needed + len(self._running) > self.blocks.num_free:
+                return
+            self._waiting.popleft()
+            state.admit(self.slots.acquire(1)[0], self.blocks.acquire(needed))
+            self._running.append(state)
+            rows -= len(state.token_ids)
+
+    def _grow(self, state: RequestState) -> bool:
+        """Give a stream the block its newest token needs; False if it was preempted itself."""
+        missing = self._blocks_for(len(state.token_ids)) - len(state.block_ids)
+        if missing <= 0:
+            return True
+        while self.blocks.num_free < missing:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is state:
+                return False
+        state.block_ids += self.blocks.acquire(missing)
+        return True
+
+    def _preempt(self, state: RequestState) -> None:
+        self._running.remove(state)
+        self._release(state)
+        state.preempt()
+        self._waiting.appendleft(state)
+        self.num_preemptions += 1
+
+    def _release(self, state: RequestState) -> None:
+        self.blocks.release(state.block_ids)
+        if state.slot:
+            self.slots.release((state.slot,))
