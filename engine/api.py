@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 class EngineError(Exception):
@@ -129,7 +130,19 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for /metrics and tests; counts of requests, blocks and tokens."""
+    """A snapshot for /metrics and tests; counts of requests, blocks and tokens.
+
+    Args:
+        running: requests that hold memory.
+        waiting: requests that hold none.
+        free_blocks: blocks nobody holds.
+        total_blocks: blocks that requests can hold.
+        steps: steps run since the start.
+        prompt_tokens: prompt tokens of all requests that got a first token.
+        completion_tokens: tokens sampled since the start.
+        preemptions: times a running request lost its memory to an older one.
+        alive: whether requests can be served.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -138,6 +151,7 @@ class EngineStats:
     steps: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    preemptions: int = 0
     alive: bool = True
 
 
@@ -147,7 +161,7 @@ class ModelInfo:
 
     Args:
         name: name under which it is listed.
-        version: "v4" or "v4.1": which encoding the codec uses.
+        version: which encoding the codec uses.
         max_model_len: context in tokens.
         eos_token_ids: ids that end a turn.
         tokenizer_path: path of its tokenizer.json.
@@ -155,7 +169,7 @@ class ModelInfo:
     """
 
     name: str
-    version: str
+    version: Literal["v4", "v4.1"]
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     tokenizer_path: str
