@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from training.codec import text_segments
 from training.dialogues import make
-from training.dialogues.lexicon import Lexicon
+from training.dialogues.lexicon import Lexicon, parts
 
 VOCAB_SIZE = 2048
 SPECIAL = (
@@ -78,6 +78,9 @@ _WORDS = (
     r"|\p{N}|\n{1,2}| {1,4}|[^\p{L}\p{N}\s]|\s"
 )
 
+_POWER = 0.6  # frequent words count, but do not eat every merge
+_OFTEN = 40  # invented words occur less often than that and teach nothing
+
 
 def _byte_level() -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -102,9 +105,6 @@ def _spelled(phrase: str) -> str:
 def build(dialogues: int = 12_000) -> bytes:
     """The tokenizer.json, learned from that many training dialogues.
 
-    The dialogues must be drawn before a tokenizer exists, or with the one that exists: the words
-    invented from its pieces are part of them.
-
     Raises:
         ValueError: a phrase never occurs (it is misspelled), or the sizes do not add up.
     """
@@ -112,18 +112,21 @@ def build(dialogues: int = 12_000) -> bytes:
     splitter = _splitter(phrases)
     counts: Counter[str] = Counter()
     for seed in range(dialogues):
-        for text in text_segments(make((1 << 50) + seed).body):
+        for text in text_segments(make((1 << 50) + seed, pieces=False).body):
             counts.update(word for word, _ in splitter.pre_tokenize_str(text))
-    # Every training word at least as often as a rare one, so that none is shredded by chance.
-    lexicon = Lexicon(held=False)
     spelled = {_spelled(p): p for p in phrases}
     missing = [p for s, p in spelled.items() if not counts[s]]
     if missing:
         raise ValueError(f"phrases that never occur: {missing}")
     decoder = decoders.ByteLevel()
     plain = Counter({decoder.decode([w]): n for w, n in counts.items() if w not in spelled})
-    for word in (*lexicon.english, *lexicon.nouns, *lexicon.verbs, *lexicon.params):
-        plain[word] += 20
+    lexicon = Lexicon(held=False, pieces=())
+    known = {w for w in (*lexicon.plain, *lexicon.cities, *lexicon.names, *lexicon.surnames)}
+    known |= {w for p in (*lexicon.params, *lexicon.enums) for w in parts(p)}
+    known |= {w.capitalize() for w in known}
+    for rank, word in enumerate(lexicon.english):  # most frequent first
+        plain[word] += 40_000 // (rank + 40)
+        plain[word.capitalize()] += 8_000 // (rank + 40)
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = _splitter(())
     trainer = trainers.BpeTrainer(
@@ -133,7 +136,8 @@ def build(dialogues: int = 12_000) -> bytes:
     )
     words = sorted(plain.items())
     bare.train_from_iterator(
-        ((word + "\t") * max(1, int(n**0.5)) for word, n in words if word.strip()), trainer
+        ((word + "\t") * int(n**_POWER) for word, n in words if word in known or n >= _OFTEN),
+        trainer,
     )
     return _assemble(orjson.loads(bare.to_str()), [s for s in spelled], splitter)
 

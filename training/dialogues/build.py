@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from training.dialogues import catalogue, chatter
-from training.dialogues.lexicon import Lexicon, Rng
+from training.dialogues.lexicon import Lexicon, Rng, vocabulary_pieces
 from training.dialogues.requests import Ask, Asker, dumps
 from training.dialogues.results import Results, answer
 from training.dialogues.tools import Json, Tool, ToolMaker
@@ -70,8 +70,8 @@ class Dialogue:
 
 
 @cache
-def _lexicon(held: bool) -> Lexicon:
-    return Lexicon(held)
+def _lexicon(held: bool, pieces: bool) -> Lexicon:
+    return Lexicon(held, vocabulary_pieces() if pieces else ())
 
 
 @cache
@@ -85,12 +85,13 @@ def _demo_texts() -> frozenset[str]:
     ) - {said for said, _ in chatter.SMALL_TALK}  # fmt: skip
 
 
-def make(seed: int, split: Split = Split.TRAIN) -> Dialogue:
+def make(seed: int, split: Split = Split.TRAIN, pieces: bool = True) -> Dialogue:
     """The dialogue of a seed; the same seed and split always give the same one.
 
     Args:
         seed: from 0 to 2**60 - 1.
         split: TRAIN for training, any other for evaluation.
+        pieces: invent words from the shipped tokenizer's tokens too; False while it is made.
 
     Raises:
         ValueError: the seed lies outside the split's range.
@@ -99,19 +100,18 @@ def make(seed: int, split: Split = Split.TRAIN) -> Dialogue:
         raise ValueError(f"seed {seed} is not within 0..{_EVALUATION - 1}")
     rng = Rng(int(split) * _EVALUATION + seed)
     while True:
-        dialogue = _Builder(rng, split is Split.HELD_OUT).dialogue()
+        dialogue = _Builder(rng, _lexicon(split is Split.HELD_OUT, pieces)).dialogue()
         users = (m["content"].lower() for m in dialogue.body["messages"] if m["role"] == "user")
         if not any(u in _demo_texts() for u in users):
             return dialogue
 
 
 class _Builder:
-    def __init__(self, rng: Rng, held: bool) -> None:
-        self.r, self.held = rng, held
-        lex = _lexicon(held)
+    def __init__(self, rng: Rng, lex: Lexicon) -> None:
+        self.r, self.held = rng, lex.held
         self.values = Values(rng, lex)
         self.maker = ToolMaker(rng, lex, self.values)
-        self.asker = Asker(rng, self.values, held)
+        self.asker = Asker(rng, self.values, lex.held)
         self.results = Results(rng, lex, self.values)
         self.taken: set[str] = set()
         self.messages: list[Json] = []

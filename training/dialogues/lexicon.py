@@ -1,8 +1,9 @@
 """Word pools, their split into training and held-out words, and invented words.
 
 The pools under training/words were typed for this project (verbs, nouns, parameter names,
-cities, person names, enum values); english.txt lists words that occur in at least four
-docstrings or comments of CPython's standard library. held_out.txt is the frozen split: a word in
+cities, person names, enum values); english.txt begins with everyday words typed here and goes on
+with words that occur in at least four docstrings or comments of CPython's standard library, the
+most frequent first. held_out.txt is the frozen split: a word in
 it occurs in no training pool, whatever pool it came from.
 """
 
@@ -75,12 +76,14 @@ class Lexicon:
 
     Args:
         held: False for training words, True for the held-out ones.
+        pieces: tokens of the vocabulary that invented training words are joined from.
     """
 
-    def __init__(self, held: bool) -> None:
+    def __init__(self, held: bool, pieces: tuple[str, ...]) -> None:
         self.held = held
+        self.pieces = () if held else pieces
         out = held_words()
-        known = {w.lower() for w in vocabulary_pieces()}
+        known = {w.lower() for w in pieces}
 
         def wanted(word: str) -> bool:
             pieces = parts(word)
@@ -111,10 +114,9 @@ class Lexicon:
 
     def _coin(self, rng: Rng) -> str:
         x = rng.random()
-        pieces = vocabulary_pieces()
-        if x < 0.45 and pieces and not self.held:
-            word = "".join(rng.pick(pieces) for _ in range(rng.whole(1, 3)))
-            return word.lower() if rng.chance(0.9) else word
+        if x < 0.45 and self.pieces:
+            word = "".join(rng.pick(self.pieces) for _ in range(rng.whole(1, 3)))
+            return word.lower() if rng.chance(0.4) else word
         if x < 0.75:
             return "".join(
                 rng.pick(_CONSONANTS)

@@ -20,14 +20,14 @@ from training.dialogues.values import Said, Values
 # Kinds whose unquoted value has no visible end but the end of the sentence.
 OPEN_KINDS = frozenset(
     "phrase title text query task topic quoted_short quoted_text command pycode sql scene "
-    "plural expression sentence".split()
+    "plural expression sentence pieces".split()
 )
 _LITERAL = frozenset("command pycode sql path dirpath url expression version filename".split())
 _QUOTE_CHANCE = {
     "quoted_short": 0.6, "quoted_text": 0.6, "command": 0.5, "pycode": 0.55, "sql": 0.5,
     "query": 0.25, "title": 0.4, "task": 0.15, "topic": 0.12, "scene": 0.15, "path": 0.1,
     "dirpath": 0.06, "url": 0.04, "place": 0.02, "identifier": 0.4, "word": 0.2, "text": 0.5,
-    "phrase": 0.4, "exotic": 0.3,
+    "phrase": 0.4, "exotic": 0.3, "pieces": 0.4, "tangle": 1.0,
 }  # fmt: skip
 _QUESTION = re.compile(
     r"(?i)(what|how|is|are|where|can|could|do|does|which|who|when|will|would|has|any|am|did)\b"
@@ -143,8 +143,8 @@ class Asker:
 
     def quoted(self, text: str) -> str:
         """The text in quotes that do not occur in it."""
-        marks = [m for m in ('"', '"', "'", "“”", "`") if m[0] not in text]
-        mark = self.r.pick(marks or ["“”"])
+        marks = [m for m in ('"', '"', "'", "“”", "`") if m[0] not in text and m[-1] not in text]
+        mark = self.r.pick(marks or ["«»"])
         return mark[0] + text + mark[-1]
 
     def _said(self, p: Param, said: str, last: bool, after: str = "") -> tuple[str, bool]:
@@ -158,7 +158,7 @@ class Asker:
             odds = max(odds, 0.55)
         following = after.split(" ", 1)[0].strip(",.:;?")
         risky = blank and not last and bool(following) and following in said.split(" ")
-        risky = risky or "\n" in said or said[-1:] in ".,:;" or said[:1] in "'\"`([{"
+        risky = risky or p.kind == "tangle" or "\n" in said or said[-1:] in ".,:;" or said[:1] in "'\"`([{"
         risky = risky or (not last and any(c in said for c in (", ", "; ", ": ", " and ")))
         if risky or r.chance(odds):
             return self.quoted(said), False

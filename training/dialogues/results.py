@@ -20,7 +20,7 @@ _SHOWN = 3
 _SENTENCE = re.compile(r"[^.?!\n]*[.?!](?=\s|$)")
 _KINDS = (
     "integer integer number number word word code person place title phrase status bool date time "
-    "email path url money percent version exotic"
+    "email path url money percent version exotic exotic pieces pieces pieces tangle"
 ).split()
 
 
@@ -66,7 +66,7 @@ class Results:
             return r.pick(("ok", "done", "success", "null", "true", "OK", "[]", "{}"))
         if x < 0.88:
             return "\n".join(v.phrase() for _ in range(r.whole(2, 3)))
-        kind = r.pick(("integer", "number", "place", "phrase", "code", "exotic", "date", "path"))
+        kind = r.pick(("integer", "number", "place", "phrase", "code", "exotic", "date", "path", "pieces"))
         return str(getattr(v, kind)())
 
     def key(self) -> str:

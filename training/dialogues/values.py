@@ -15,6 +15,7 @@ Said = tuple[Any, str]
 
 _UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _DIGITS = "0123456789"
+_MARKS = "!#$%&()*+,-./:;<=>?@[]^_`{|}~\\\"'"
 _EXTENSIONS = "txt csv md py json pdf log html yaml toml xml js ts go rs c png jpg sh ini".split()
 _TOP_DOMAINS = "com com com org net io de fr co.uk dev edu".split()
 _DIRECTORIES = "src tmp home data docs etc var usr lib logs tests build config app assets".split()
@@ -171,21 +172,35 @@ class Values:
     def exotic(self) -> str:
         """A word outside ASCII, copied byte by byte."""
         r, x = self.r, self.r.random()
-        if x < 0.5:
+        if x < 0.4:
             w = self.word()
             at = r.whole(0, len(w))
             return w[:at] + r.pick(_ACCENTED) + w[at:]
-        if x < 0.65:
+        if x < 0.5:
             return "".join(r.pick(_ACCENTED) for _ in range(r.whole(2, 6)))
-        if x < 0.8:
+        if x < 0.6:
             return "".join(chr(r.whole(0x4E00, 0x9FA5)) for _ in range(r.whole(1, 4)))
-        if x < 0.9:
+        if x < 0.68:
             return chr(r.whole(0x1F300, 0x1F64F))
         return "".join(
-            chr(r.pick((r.whole(0xA1, 0x24F), r.whole(0x386, 0x7FF), r.whole(0x900, 0xD7A3),
-                        r.whole(0xE000, 0xFFEF), r.whole(0x10000, 0x10FFF))))
-            for _ in range(r.whole(1, 3))
+            chr(r.pick((r.whole(0xA1, 0x377), r.whole(0x386, 0x7FF), r.whole(0x900, 0xD7A3),
+                        r.whole(0xE000, 0xFFEF), r.whole(0x10000, 0x10FFFF))))
+            for _ in range(r.whole(1, 5))
         )  # fmt: skip
+
+    def tangle(self) -> str:
+        """Characters in no order, as in passwords and patterns; no blank at either end."""
+        r = self.r
+        marks = "".join(r.pick(_MARKS) if r.chance(0.7) else r.pick(_UPPER) for _ in range(r.whole(1, 4)))
+        return r.pick((f"{self.word()}{marks}{self.word()}", marks, f"{marks}{self.word()}"))
+
+    def pieces(self) -> str:
+        """Tokens of the vocabulary as words, all equally likely."""
+        pool = self.lex.pieces
+        if not pool:
+            return self.phrase()
+        words = [self.r.pick(pool) for _ in range(self.r.whole(2, 6))]
+        return self.r.pick((" ", " ", " ", "-", "_", ".")).join(words)
 
     # ---- people, places
     def given(self) -> str:
