@@ -20,11 +20,11 @@ from starlette.types import ASGIApp
 
 from gateway.admission import read_body
 from gateway.backends import Backend
-from gateway.errors import ServerError, error_response, shutting_down
+from gateway.errors import error_response, not_served, shutting_down
 from gateway.generation import THREAD_FROM_BYTES, in_thread, reply_frames, to_request
 from gateway.settings import Settings
 from gateway.sse import EventStream, until_disconnect
-from parsers import ClientError, Codec, Exchange, ServedModel
+from parsers import ClientError, Codec, Exchange, ServedModel, parse_function_call
 from parsers.errors import Protocol
 
 #: SGLang's names of the parsers whose families we parse, spelled without separators.
@@ -57,9 +57,7 @@ class Endpoints:
 
         codec = self.codec
         if codec is None or not self.backend.stats().alive:
-            return refuse(
-                ServerError("the model is not being served", status=503, code="backend_unavailable")
-            )
+            return refuse(not_served())
         exchange_id = str(uuid4())
         try:
             body = await read_body(request, self.settings.max_body_bytes)
@@ -95,9 +93,10 @@ class Endpoints:
             try:
                 async for _ in frames:
                     pass
+                body = exchange.body()
             except ClientError as failure:
                 return refuse(failure)
-            return Response(exchange.body(), media_type="application/json", headers=headers)
+            return Response(body, media_type="application/json", headers=headers)
 
         try:
             return await until_disconnect(request.receive, whole()) or _nobody_listens()
@@ -106,27 +105,21 @@ class Endpoints:
 
     async def parse_function_call(self, request: Request) -> Response:
         """POST /parse_function_call, in SGLang's shape: raw model output in, text and calls out."""
-        from parsers import parse_function_call
-
-        if self.codec is None:
-            return error_response(
-                "chat",
-                ServerError(
-                    "the model is not being served", status=503, code="backend_unavailable"
-                ),
-            )
+        codec = self.codec
+        if codec is None:
+            return error_response("chat", not_served())
         try:
             body = await read_body(request, self.settings.max_body_bytes)
             text, tools = _parse_request(body)
             if len(body) < THREAD_FROM_BYTES:
-                parsed = parse_function_call(self.codec, text, tools)
+                parsed = parse_function_call(codec, text, tools)
             else:
-                parsed = await in_thread(parse_function_call, self.codec, text, tools)
+                parsed = await in_thread(parse_function_call, codec, text, tools)
         except ClientError as error:
             return error_response("chat", error)
         except ClientDisconnect:
             return _nobody_listens()
-        return _json(parsed)
+        return _json(parsed)  # its fields are the names of SGLang's reply
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models, with the fields that the OpenAI and the Anthropic SDK read."""
@@ -202,9 +195,16 @@ def _parse_request(body: bytes) -> tuple[str, list[Any]]:
     text = fields.get("text")
     if not isinstance(text, str):
         raise wrong(f"text: expected a string, got {type(text).__name__}", "text")
-    tools = fields.get("tools") or []
+    tools = [] if fields.get("tools") is None else fields["tools"]
     if not isinstance(tools, list):
         raise wrong(f"tools: expected a list of tools, got {type(tools).__name__}", "tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise wrong(
+                f"tools[{i}].function: expected an object with a name", f"tools[{i}].function"
+            )
     family = fields.get("tool_call_parser")
     if family is not None and (
         not isinstance(family, str) or re.sub(r"[-_.]", "", family.lower()) not in _PARSER_NAMES

@@ -25,6 +25,11 @@ class ServerError(ClientError):
         super().__init__(message, status=status, code=code)
 
 
+def not_served() -> ServerError:
+    """What a client hears while the model is not loaded, or no more."""
+    return ServerError("the model is not being served", status=503, code="backend_unavailable")
+
+
 def shutting_down() -> ServerError:
     """What a client hears whose reply outlasts the server."""
     return ServerError("the server is shutting down", status=503, code="shutting_down")

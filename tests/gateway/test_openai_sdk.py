@@ -19,7 +19,7 @@ from engine.api import GenerateRequest, ModelInfo, TokenDelta
 from gateway import Settings, create_app
 from gateway.backends.scripted import Line, ScriptedBackend
 from tests.gateway.agent import ask, run_loop
-from tests.gateway.support import loopback, text_line
+from tests.gateway.support import data_frames, loopback, text_line
 
 WEATHER = {
     "type": "function",
@@ -155,6 +155,28 @@ def test_parallel_calls_are_stitched_by_index(
         ("get_weather", {"city": "Bergen", "days": 3}),
     ]
     assert len({call["id"] for call in turn.calls}) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_undeclared_tool_is_withheld_and_reported(info: ModelInfo, stream: bool) -> None:
+    """The client never sees the call; the reply says what was kept from it."""
+    output = calls(invoke("rm_rf", path="/"), invoke("get_weather", city="Oslo"))
+    body = {
+        "model": "test-model",
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": [WEATHER],
+        "stream": stream,
+        **OFF,
+    }
+    with served(info, text_line(output)) as (client, _, url):
+        extra = {"thinking": body.pop("thinking")}
+        turn = ask(client, extra_body=extra, **body)
+        raw = httpx.post(f"{url}/v1/chat/completions", json=body | extra)
+
+    assert [call["function"]["name"] for call in turn.calls] == ["get_weather"]
+    last = data_frames(raw.content)[-2] if stream else raw.json()
+    (withheld,) = last["bathyal"]["withheld_calls"]
+    assert (withheld["name"], withheld["reason"]) == ("rm_rf", "undeclared_tool")
 
 
 def test_ten_at_once_do_not_cross(info: ModelInfo) -> None:

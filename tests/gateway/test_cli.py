@@ -1,0 +1,216 @@
+"""The command line's small helpers: doctor, render, parse, and the way to the engine's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from engine import TINY_CHECKPOINT
+from gateway import __version__
+from gateway.cli import main
+from tests.gateway.support import chat_body
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = (
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="{name}">\n'
+    '<｜DSML｜ parameter name="city" string="true">Oslo</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tokenizer_path: Path) -> Path:
+    folder = tmp_path / "test-model"
+    folder.mkdir()
+    shutil.copy(TINY_CHECKPOINT / "config.json", folder)
+    shutil.copy(tokenizer_path, folder / "tokenizer.json")
+    return folder
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else orjson.dumps(content))
+    return path
+
+
+class TestRender:
+    """`bathyal render` shows what a body becomes."""
+
+    def test_the_prompt_is_shown_with_its_ids(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Text with markers, every id, the sampling, the fields without effect."""
+        body = write(tmp_path / "body.json", chat_body("Grüße", user="me", temperature=0.5))
+
+        assert main(["render", str(body), "--model", str(checkpoint)]) == 0
+        out = capsys.readouterr().out
+        assert "<｜begin▁of▁sentence｜><｜User｜>Grüße<｜Assistant｜></think>" in out
+        assert "prompt_ids (11): 0 3 " in out  # four markers and seven bytes
+        assert "temperature=0.5" in out
+        assert "ignored: user" in out
+
+    def test_a_wrong_body_is_named(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The request's error is the command's."""
+        body = write(tmp_path / "body.json", chat_body(temperature=9))
+
+        assert main(["render", str(body), "--model", str(checkpoint)]) == 2
+        assert "bathyal: temperature: expected a number in [0, 2]" in capsys.readouterr().err
+
+    def test_a_missing_file_is_named(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """No traceback for a misspelt path."""
+        assert main(["render", "/no/such.json", "--model", str(checkpoint)]) == 2
+        assert "/no/such.json" in capsys.readouterr().err
+
+
+class TestParse:
+    """`bathyal parse` plays raw output through today's parsers."""
+
+    def parse(self, checkpoint: Path, tmp_path: Path, output: str, *flags: str) -> int:
+        tools = write(tmp_path / "tools.json", [WEATHER])
+        out = write(tmp_path / "out.txt", output)
+        return main(["parse", str(out), "--tools", str(tools), "--model", str(checkpoint), *flags])
+
+    def test_a_call_is_shown_frame_by_frame(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The wire JSON stands under the token that caused it; nothing was reported."""
+        status = self.parse(checkpoint, tmp_path, "Look.</think>" + CALL.format(name="get_weather"))
+
+        out = capsys.readouterr().out
+        assert status == 0
+        assert "7 '</think>'\n" in out
+        assert '"reasoning_content":"L"' in out
+        assert '"name":"get_weather"' in out
+        assert '"finish_reason":"tool_calls"' in out
+        assert out.rstrip().endswith("report: null")
+
+    def test_what_the_gate_withheld_is_found(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """An undeclared tool is named in the report, and the exit status says so."""
+        assert self.parse(checkpoint, tmp_path, CALL.format(name="rm_rf")) == 1
+        out = capsys.readouterr().out
+        assert '"withheld_calls"' in out
+        assert '"name": "rm_rf"' in out
+        assert '"tool_calls"' not in out  # not on the wire
+
+    def test_raw_reads_markers_as_characters(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Imitated markers make no call."""
+        self.parse(checkpoint, tmp_path, CALL.format(name="get_weather"), "--raw")
+
+        assert '"finish_reason":"stop"' in capsys.readouterr().out
+
+    def test_wrong_tools_are_named(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A file that is no JSON is the user's error."""
+        out = write(tmp_path / "out.txt", "a")
+        tools = write(tmp_path / "tools.json", "{")
+
+        arguments = ["parse", str(out), "--tools", str(tools), "--model", str(checkpoint)]
+        assert main(arguments) == 2
+        assert f"{tools}: not JSON" in capsys.readouterr().err
+
+
+class TestDoctor:
+    """`bathyal doctor` finds what would stop a start."""
+
+    def test_missing_weights_are_a_problem(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A folder without weights is told apart from a whole one."""
+        assert main(["doctor", "--model", str(checkpoint)]) == 1
+        without = capsys.readouterr().out
+        (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+        assert main(["doctor", "--model", str(checkpoint)]) == 0
+        whole = capsys.readouterr().out
+
+        assert "PROBLEM checkpoint" in without
+        assert "PROBLEM" not in whole
+        assert "DeepSeek-V4.1" in whole
+        assert f"bathyal            {__version__}" in whole
+        assert "deepseek-recipe    0.2." in whole
+        assert "rooms              all four in " in whole
+
+    def test_a_missing_special_token_is_a_problem(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The token that the codec needs is named."""
+        path = checkpoint / "tokenizer.json"
+        path.write_text(path.read_text(encoding="utf-8").replace("<｜System｜>", "<｜Sistem｜>"))
+
+        assert main(["doctor", "--model", str(checkpoint)]) == 1
+        assert "<｜System｜>" in capsys.readouterr().out
+
+    def test_a_broken_config_is_a_problem(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The configuration's own complaint is shown."""
+        (checkpoint / "config.json").write_text("{}")
+
+        assert main(["doctor", "--model", str(checkpoint)]) == 1
+        assert "PROBLEM checkpoint" in capsys.readouterr().out
+
+    def test_a_foreign_package_under_our_name_is_a_problem(
+        self, checkpoint: Path, tmp_path: Path
+    ) -> None:
+        """Our four rooms have generic names: another distribution's `conformance` is found."""
+        foreign = tmp_path / "elsewhere"
+        (foreign / "conformance").mkdir(parents=True)
+        (foreign / "conformance" / "__init__.py").touch()
+
+        result = subprocess.run(
+            [sys.executable, "-m", "gateway", "doctor", "--model", str(checkpoint)],
+            cwd=foreign,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+        assert result.returncode == 1
+        assert f"conformance in {foreign}" in result.stdout
+
+
+def test_misuse_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown command or flag shows the usage."""
+    for arguments in ([], ["sevre"], ["serve", "--prot", "1"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "usage: bathyal" in capsys.readouterr().err
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bathyal serve --help` is the whole reference of the settings."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+
+    out = capsys.readouterr().out
+    for flag in ("--host", "--port", "--model", "--backend", "--keep-alive-seconds"):
+        assert flag in out
+
+
+def test_a_flag_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--max` could be three settings today and a fourth tomorrow: it is refused."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--drain", "3"])
+
+    assert "--drain" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""POST /parse_function_call: SGLang's request and reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from engine.api import ModelInfo
+from gateway.backends.scripted import ScriptedBackend
+from tests.gateway.support import call, run, running, text_line
+
+PATH = "/parse_function_call"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "n": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("weather", "now")
+]
+
+
+def invoke(name: str, inner: str = "") -> str:
+    return f'<｜DSML｜ invoke name="{name}">\n{inner}</｜DSML｜ invoke>\n'
+
+
+def block(*invokes: str) -> str:
+    return f"<｜DSML｜ calls>\n{''.join(invokes)}</｜DSML｜ calls>"
+
+
+A = '<｜DSML｜ parameter name="a" string="true">x</｜DSML｜ parameter>\n'
+N = '<｜DSML｜ parameter name="n" string="false">3</｜DSML｜ parameter>\n'
+
+
+def parse(info: ModelInfo, body: Any) -> tuple[int, Any]:
+    async def main() -> tuple[int, Any]:
+        async with running(ScriptedBackend([text_line("a")], info)) as app:
+            return await call(app, PATH, body)
+
+    return run(main())
+
+
+def test_calls_carry_the_position_of_their_tool(info: ModelInfo) -> None:
+    """`tool_index` points into `tools`; a tool that is not listed is returned with -1."""
+    text = "Sure.\n\n" + block(invoke("now", A + N), invoke("zzz", A), invoke("weather"))
+
+    status, reply = parse(info, {"text": text, "tools": TOOLS, "tool_call_parser": "deepseekv41"})
+
+    assert status == 200
+    assert set(reply) == {"normal_text", "calls"}
+    assert reply["normal_text"].strip() == "Sure."
+    assert [
+        (one["tool_index"], one["name"], orjson.loads(one["parameters"])) for one in reply["calls"]
+    ] == [(1, "now", {"a": "x", "n": 3}), (-1, "zzz", {"a": "x"}), (0, "weather", {})]
+    assert all(set(one) == {"tool_index", "name", "parameters"} for one in reply["calls"])
+
+
+def test_the_older_spelling_is_read_too(info: ModelInfo) -> None:
+    """V4's tags without the blank, as its model writes them."""
+    text = block(invoke("weather", A)).replace("｜DSML｜ calls", "｜DSML｜tool_calls")
+    text = text.replace("｜DSML｜ ", "｜DSML｜")
+
+    _, reply = parse(info, {"text": text, "tools": TOOLS, "tool_call_parser": "deepseekv4"})
+
+    assert [(one["name"], one["parameters"]) for one in reply["calls"]] == [
+        ("weather", '{"a": "x"}')
+    ]
+
+
+@pytest.mark.parametrize("tools", [[], None])
+def test_without_tools_the_text_is_unchanged(info: ModelInfo, tools: Any) -> None:
+    """Nothing is parsed where nothing was declared."""
+    text = "Sure." + block(invoke("weather", A))
+
+    assert parse(info, {"text": text, "tools": tools}) == (200, {"normal_text": text, "calls": []})
+    assert parse(info, {"text": text}) == (200, {"normal_text": text, "calls": []})
+
+
+def test_a_text_without_calls_is_normal_text(info: ModelInfo) -> None:
+    """The usual case."""
+    assert parse(info, {"text": "Hello.", "tools": TOOLS}) == (
+        200,
+        {"normal_text": "Hello.", "calls": []},
+    )
+
+
+@pytest.mark.parametrize("size", [10, 30_000])
+def test_a_long_text_is_parsed_like_a_short_one(info: ModelInfo, size: int) -> None:
+    """Beyond a size the work is done in a thread; the result is the same."""
+    text = "x" * size + "\n\n" + block(invoke("weather", A))
+
+    status, reply = parse(info, {"text": text, "tools": TOOLS})
+
+    assert status == 200
+    assert reply["normal_text"].strip() == "x" * size
+    assert [one["name"] for one in reply["calls"]] == ["weather"]
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseekv4", "deepseekv41", "deepseek_v4", "deepseek-v4.1", "DeepSeekV41"]
+)
+def test_our_family_is_known_by_its_spellings(info: ModelInfo, name: str) -> None:
+    """SGLang's and smg's names of the same parsers."""
+    body = {"text": "a", "tools": TOOLS, "tool_call_parser": name}
+
+    assert parse(info, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        ([], None),
+        ({"tools": TOOLS}, "text"),
+        ({"text": 5}, "text"),
+        ({"text": "a", "tools": {}}, "tools"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": "qwen25"}, "tool_call_parser"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": "deepseekv3"}, "tool_call_parser"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": 4}, "tool_call_parser"),
+        ({"text": "a", "tools": [{"type": "function"}]}, "tools[0].function"),
+    ],
+)
+def test_a_wrong_request_is_400(info: ModelInfo, body: Any, param: str | None) -> None:
+    """The field is named; a parser of another model family is refused."""
+    status, reply = parse(info, body)
+
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert reply["error"]["type"] == "invalid_request_error"
