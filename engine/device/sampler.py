@@ -1,0 +1,165 @@
+"""Logits to token ids.
+
+Every draw is a pure function of a row's logits and of (seed, output index): no generator, no state.
+So a request's tokens do not depend on its neighbours, on how its prompt was cut, on a preemption or
+on how often the sampler ran before.
+
+How: each token id gets a Gumbel number from a counter-based hash and the largest sum of scaled
+logit and Gumbel number wins, which draws from the softmax exactly. The hash is splitmix64's (a
+Weyl sequence through a 64-bit finaliser): one pass over (seed, index) makes a key on the host, a
+second over (key, token id) makes a row's numbers on the device, in integer arithmetic that is the
+same everywhere. Maths on probabilities is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.api import SamplingParams, TokenLogprob
+
+_MASK64 = (1 << 64) - 1
+_WEYL = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_GUMBEL_BITS = 52  # (k + 0.5) / 2^52 is exact in float64 and never 0 or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What is to be drawn from one row of logits.
+
+    Args:
+        params: temperature, top_p, seed and top_logprobs are read. A seed is needed where the
+            temperature is above 0; its low 64 bits count.
+        index: output index of the token: 0 for the first that is generated.
+    """
+
+    params: SamplingParams
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One drawn token; the log-probability where the draw asked for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
+    """Draw one token per row.
+
+    Args:
+        logits: float32 [B, V].
+        draws: one per row.
+
+    Returns:
+        one sample per row; None for a row without a finite maximum (a NaN, an infinity, or nothing
+        but minus infinity), from which nothing can be drawn.
+    """
+    best, token_ids = logits.max(dim=-1)  # [B]; of equal ones the first; NaN where a row has one
+    usable = torch.isfinite(best).tolist()
+    random_rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0 and usable[i]]
+    chosen: list[int] = token_ids.tolist()
+    if random_rows:
+        picked = _draw(logits, draws, random_rows)
+        for i, token_id in zip(random_rows, picked, strict=True):
+            chosen[i] = token_id
+    return [
+        Sample(token_id, _logprob(logits[i], token_id, draw.params.top_logprobs)) if ok else None
+        for i, (ok, token_id, draw) in enumerate(zip(usable, chosen, draws, strict=True))
+    ]
+
+
+def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of likeliest tokens that holds the mass top_p.
+
+    Args:
+        logits: float64 [B, V], scaled by the temperature.
+        top_p: float64 [B], in (0, 1).
+
+    Returns:
+        bool [B, V], true for tokens that may be drawn: at least one per row; of equally likely
+        ones the lower id is kept first.
+    """
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(dim=-1)
+    kept = probs.cumsum(dim=-1) - probs < top_p[:, None]  # mass of those before
+    return torch.zeros_like(kept).scatter_(1, ids, kept)
+
+
+def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
+    """Give each token id of each row its Gumbel number.
+
+    Args:
+        keys: int64 [B], from `draw_key`.
+        vocab_size: V.
+
+    Returns:
+        float64 [B, V].
+    """
+    ids = torch.arange(1, vocab_size + 1, device=keys.device)
+    x = keys[:, None] + ids * _signed(_WEYL)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
+    x = x ^ _shift_right(x, 31)
+    uniform = _shift_right(x, 64 - _GUMBEL_BITS).double().add_(0.5).mul_(2.0**-_GUMBEL_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def draw_key(draw: Draw) -> int:
+    """Hash (seed, output index) to the key of a row, as a signed 64-bit integer.
+
+    Raises:
+        ValueError: the draw has no seed.
+    """
+    if draw.params.seed is None:
+        raise ValueError("a draw with a temperature needs a seed")
+    return _signed(_mix(_mix(draw.params.seed + _WEYL) + (draw.index + 1) * _WEYL))
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> list[int]:
+    """Draw from the rows whose temperature is above 0."""
+    device = logits.device
+    params = [draws[i].params for i in rows]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
+    scaled = logits[rows].double() / temperature[:, None]
+    if cut := [k for k, p in enumerate(params) if p.top_p < 1]:
+        top_p = torch.tensor([params[k].top_p for k in cut], dtype=torch.float64, device=device)
+        scaled[cut] = scaled[cut].masked_fill(~nucleus(scaled[cut], top_p), -torch.inf)
+    keys = torch.tensor([draw_key(draws[i]) for i in rows], device=device)
+    picked: list[int] = scaled.add_(gumbel(keys, logits.shape[1])).argmax(dim=-1).tolist()
+    return picked
+
+
+def _logprob(row: Tensor, token_id: int, top: int | None) -> TokenLogprob | None:
+    """Log-probabilities of the unmodified distribution of one row [V]."""
+    if top is None:
+        return None
+    logprobs = row.double().log_softmax(dim=-1)
+    # By logit: distinct logits may round to one log-probability, and ties go to the lower id.
+    ids = row.sort(descending=True, stable=True).indices[:top]
+    pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return TokenLogprob(logprob=float(logprobs[token_id]), top=tuple(pairs))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift 64 bits without carrying the sign in, as an unsigned integer would."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: int) -> int:
+    """Finalise as splitmix64 does; the twin on plain integers of the maths in `gumbel`."""
+    x &= _MASK64
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK64
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    """Read 64 bits as two's complement, the only 64-bit integer torch computes with."""
+    return x - (1 << 64) if x >= 1 << 63 else x
