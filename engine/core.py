@@ -1,0 +1,276 @@
+"""The engine, one step at a time: plan, run, sample, commit.
+
+Single-threaded and without a clock: whoever calls `step` drives it (engine.thread, a benchmark, a
+test). What goes wrong in one request, or in one forward pass, ends the requests concerned and never
+the engine; only a bug in the scheduler itself is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.api import (
+    EngineError,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    PromptTooLongError,
+    TokenDelta,
+    Usage,
+)
+from engine.device.kvpool import KVPool
+from engine.device.runner import ModelRunner
+from engine.device.sampler import Draw, Sample, sample
+from engine.model.checkpoint import load_model
+from engine.options import EngineConfig
+from engine.plan.request import RequestState
+from engine.plan.scheduler import Scheduler
+from engine.plan.step import Chunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_FORWARD_FAILED = "the model failed while it processed this request; the server's log says more"
+_LOGITS_UNUSABLE = "the model gave no usable probabilities for the next token of this request"
+
+
+class Runner(Protocol):
+    """What runs a plan; engine.device.runner.ModelRunner, or a test's twin of it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Give float32 [N, V] logits for the N chunks that want them, in the plan's order."""
+
+
+class EngineCore:
+    """Requests in, deltas out.
+
+    Args:
+        runner: the model.
+        options: limits and sizes.
+        max_position_embeddings: the model's own context, in tokens.
+
+    Raises:
+        EngineError: the options do not fit the model.
+    """
+
+    def __init__(
+        self, runner: Runner, options: EngineConfig, *, max_position_embeddings: int
+    ) -> None:
+        self.max_model_len = options.resolve_max_model_len(max_position_embeddings)
+        self._runner = runner
+        self._vocab_size = runner.vocab_size
+        self._scheduler = Scheduler(
+            num_blocks=options.resolve_num_blocks(self.max_model_len),
+            block_size=options.block_size,
+            num_slots=options.max_num_seqs,
+            max_batched_tokens=options.max_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would run anything."""
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what can never be served; reads only constants, so any thread may call it.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for a single token.
+            EngineError: the prompt is empty or holds an id that the model does not know.
+        """
+        prompt_ids = request.prompt_ids
+        if not prompt_ids:
+            raise EngineError("prompt: expected at least one token id, got none")
+        if len(prompt_ids) >= self.max_model_len:
+            raise PromptTooLongError(len(prompt_ids), self.max_model_len)
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
+            where, token_id = next(
+                (i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < self._vocab_size
+            )
+            raise EngineError(
+                f"prompt: expected token ids below {self._vocab_size}, got {token_id} at {where}"
+            )
+        if request.sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens: expected at least 1, got {request.sampling.max_tokens}")
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; its first tokens come out of a later step.
+
+        Raises:
+            PromptTooLongError: as `check`.
+            EngineError: as `check`.
+            ValueError: the id is that of a live request.
+        """
+        self.check(request)
+        if request.sampling.seed is None:
+            # Drawn once, so that a preempted request goes on as it began.
+            sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(63))
+            request = dataclasses.replace(request, sampling=sampling)
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without a further delta and free its memory at once. Idempotent."""
+        self._scheduler.remove(request_id)
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step.
+
+        Returns:
+            what it adds, at most one delta per request; none for a prompt that is not through yet.
+        """
+        plan = self._scheduler.plan()
+        if not plan.chunks:
+            return []
+        self._steps += 1
+        try:
+            samples = self._sample(plan)
+        except Exception:
+            ids = [chunk.request_id for chunk in plan.chunks]
+            logger.exception("step %d failed and ends the requests %s", self._steps, ids)
+            return [self._fail(request_id, _FORWARD_FAILED) for request_id in ids]
+        deltas = []
+        for chunk in plan.chunks:
+            if not chunk.wants_logits:
+                self._scheduler.commit(chunk, None)
+                continue
+            drawn = samples.pop(0)
+            if drawn is None:
+                deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
+            else:
+                deltas.append(self._commit(chunk, drawn))
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Take a snapshot of the counters; safe from any thread."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.blocks.num_free,
+            total_blocks=scheduler.blocks.num_blocks,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            preemptions=scheduler.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the scheduler's books.
+
+        Raises:
+            RuntimeError: they are wrong; a bug.
+        """
+        self._scheduler.check_integrity()
+
+    def _sample(self, plan: StepPlan) -> list[Sample | None]:
+        logits = self._runner.run(plan)
+        draws = []
+        for chunk in plan.chunks:
+            if chunk.wants_logits:
+                state = self._scheduler.get(chunk.request_id)
+                draws.append(Draw(state.request.sampling, state.num_generated))
+        if logits.shape != (len(draws), self._vocab_size):
+            raise RuntimeError(
+                f"expected logits of shape {(len(draws), self._vocab_size)},"
+                f" got {tuple(logits.shape)}"
+            )
+        return sample(logits, draws)
+
+    def _commit(self, chunk: Chunk, drawn: Sample) -> TokenDelta:
+        request_id = chunk.request_id
+        state = self._scheduler.get(request_id)
+        reason = self._scheduler.commit(chunk, drawn.token_id)
+        self._completion_tokens += 1
+        if state.num_generated == 1:
+            self._prompt_tokens += state.num_prompt
+        return TokenDelta(
+            request_id=request_id,
+            token_ids=(drawn.token_id,),
+            logprobs=None if drawn.logprob is None else (drawn.logprob,),
+            finish_reason=reason,
+            usage=None if reason is None else _usage(state),
+        )
+
+    def _fail(self, request_id: str, error: str) -> TokenDelta:
+        state = self._scheduler.get(request_id)
+        self.abort(request_id)
+        return TokenDelta(
+            request_id=request_id,
+            token_ids=(),
+            finish_reason=FinishReason.ERROR,
+            usage=_usage(state),
+            error=error,
+        )
+
+
+def load_engine(path: Path, options: EngineConfig) -> EngineCore:
+    """Load a checkpoint and make an engine of it, in the thread that will run it.
+
+    Sets the number of torch's CPU threads, which is a property of the calling thread.
+
+    Args:
+        path: folder of the checkpoint.
+        options: how to run it.
+
+    Raises:
+        EngineError: the checkpoint, the device or the options cannot be served; says which.
+    """
+    device = _resolve_device(options)
+    dtype = _resolve_dtype(options, device)
+    if device.type == "cpu":
+        torch.set_num_threads(options.resolve_cpu_threads(_usable_cores()))
+    model = load_model(path, device=device, dtype=dtype)
+    context = model.config.max_position_embeddings
+    max_model_len = options.resolve_max_model_len(context)
+    num_blocks = options.resolve_num_blocks(max_model_len)
+    try:
+        pool = KVPool(
+            model.config,
+            num_blocks=num_blocks + 1,  # and the dummy
+            block_size=options.block_size,
+            num_slots=options.max_num_seqs + 1,  # and the dummy
+            device=device,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise EngineError(f"engine options: {error}") from error
+    runner = ModelRunner(model, pool, device)
+    return EngineCore(runner, options, max_position_embeddings=context)
+
+
+def _resolve_device(options: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if options.device == "cuda" and not available:
+        raise EngineError("engine options: device: cuda asked for, but torch finds no NVIDIA GPU")
+    return torch.device("cuda" if available and options.device != "cpu" else "cpu")
+
+
+def _resolve_dtype(options: EngineConfig, device: torch.device) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if options.dtype == "float32" else torch.bfloat16
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _usage(state: RequestState) -> Usage:
+    return Usage(prompt_tokens=state.num_prompt, completion_tokens=state.num_generated)
