@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from training.codec import PAD
 from training.model import TrainModel
 
 
@@ -31,14 +32,14 @@ class GreedyDecoder:
     def _argmax(self, seqs: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[int]]:
         """Argmax after each position from starts[i] to the end of seqs[i]."""
         width = (max(map(len, seqs)) + 63) // 64 * 64
-        ids = torch.full((len(seqs), width), 2, dtype=torch.long)
+        ids = torch.full((len(seqs), width), PAD, dtype=torch.long)
         for row, seq in zip(ids, seqs, strict=True):
             row[: len(seq)] = torch.tensor(seq)
         x, _ = self.model.hidden(ids.to(self.model.device))
         rows = [b * width + t for b, s in enumerate(seqs) for t in range(starts[b], len(s))]
         picked = x[torch.tensor(rows, device=x.device)]
         best = (picked @ self.model.p["head.weight"].float().T).argmax(-1).tolist()
-        self.model._tables.clear()  # masks of every width would pile up
+        self.model.forget_tables()
         out, at = [], 0
         for b, s in enumerate(seqs):
             n = len(s) - starts[b]

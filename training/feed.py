@@ -14,11 +14,14 @@ from multiprocessing.context import SpawnProcess
 
 import numpy as np
 
-from training.pack import MAX_LEN, PAD, generate, target_mask
+from training.codec import PAD
+from training.pack import MAX_TOKENS, stream, target_mask
 
 LENGTHS = (128, 192, 256, 320, 384, 480, 512, 640, 768, 1024, 1536)
 #: rows of the loss are padded to a multiple of this, so that few shapes occur
 ROW_STEP = 4096
+#: dialogues a generator process hands over at a time
+BLOCK = 250
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,9 @@ def make_batch(seqs: list[np.ndarray], length: int, row_step: int = ROW_STEP) ->
     return Batch(ids, padded, flat[np.minimum(padded + 1, len(flat) - 1)], weight)
 
 
-def _produce(first_seed: int, stride: int, count: int, out: mp.Queue) -> None:
-    seed = first_seed
-    while True:
-        ids, lengths = generate(seed, count)
-        out.put((ids, lengths))
-        seed += stride
+def _produce(first_block: int, stride: int, out: mp.Queue) -> None:
+    for item in stream(first_block, stride, BLOCK):
+        out.put(item)
 
 
 def _collect(source: mp.Queue, out: mp.Queue, tokens: int, lengths: tuple[int, ...]) -> None:
@@ -79,29 +79,27 @@ class Feed:
     Args:
         tokens: padded tokens of a batch, a multiple of every bucket length.
         workers: generator processes.
-        first_seed: dialogues use the seeds from here on.
+        first_block: dialogues come from the generator's blocks of BLOCK seeds from here on.
         min_length: only buckets of at least this length are served.
     """
 
-    def __init__(self, tokens: int, workers: int, first_seed: int, min_length: int = 0) -> None:
+    def __init__(self, tokens: int, workers: int, first_block: int, min_length: int = 0) -> None:
         ctx = mp.get_context("spawn")  # never fork a process that may hold a CUDA context
-        raw, self.batches = ctx.Queue(workers * 2), ctx.Queue(48)
+        # kept: a queue that is collected takes its semaphores from children still starting
+        self.raw, self.batches = ctx.Queue(workers * 2), ctx.Queue(48)
         lengths = tuple(n for n in LENGTHS if n >= min_length)
         if bad := [n for n in lengths if tokens % n]:
             raise ValueError(f"tokens={tokens} is not a multiple of the bucket lengths {bad}")
-        if max(lengths) < MAX_LEN:
-            raise ValueError(f"the longest bucket {max(lengths)} is under MAX_LEN={MAX_LEN}")
-        count = 250
+        if max(lengths) < MAX_TOKENS:
+            raise ValueError(f"the longest bucket {max(lengths)} is under {MAX_TOKENS} tokens")
         self.processes: list[SpawnProcess] = [
-            ctx.Process(
-                target=_produce,
-                args=(first_seed + w * count, workers * count, count, raw),
-                daemon=True,
-            )
+            ctx.Process(target=_produce, args=(first_block + w, workers, self.raw), daemon=True)
             for w in range(workers)
         ]
         self.processes.append(
-            ctx.Process(target=_collect, args=(raw, self.batches, tokens, lengths), daemon=True)
+            ctx.Process(
+                target=_collect, args=(self.raw, self.batches, tokens, lengths), daemon=True
+            )
         )
         for p in self.processes:
             p.start()

@@ -60,6 +60,7 @@ class Shape:
     engram_dim: int
     engram_max_n: int
     engram_vocab: int
+    engram_classes: int
     engram_pad: int
     iters: int
     hc_eps: float
@@ -100,6 +101,7 @@ class Shape:
             engram_dim=c["engram_head_dim"],
             engram_max_n=c["engram_max_ngram_size"],
             engram_vocab=c["engram_vocab_size"],
+            engram_classes=c["engram_compressed_vocab_size"],
             engram_pad=c["engram_pad_token_id"],
             iters=c["hc_sinkhorn_iters"],
             hc_eps=c["hc_eps"],
@@ -278,14 +280,13 @@ class NGramHash:
         self.fold = torch.from_numpy(fold.astype(np.int64)).to(device)
         self.max_n = shape.engram_max_n
         self.pad = int(fold[shape.engram_pad])
-        classes = int(fold.max()) + 1
         taken: set[int] = set()
         self.mult: dict[int, list[int]] = {}
         self.primes: dict[int, Tensor] = {}
         self.offset: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
         for layer in shape.engram_layers:
-            bound = max(1, (2**63 - 1) // classes // 2)
+            bound = max(1, (2**63 - 1) // shape.engram_classes // 2)
             rng = np.random.default_rng(10007 * layer)
             self.mult[layer] = [int(v) * 2 + 1 for v in rng.integers(0, bound, size=self.max_n)]
             sizes: list[int] = []
@@ -446,6 +447,10 @@ class TrainModel:
                 mask[r] = (bias.to(dev, self.dtype), pad)
             self._tables[key] = (rope, mask)
         return self._tables[key]
+
+    def forget_tables(self) -> None:
+        """Drop cached masks, for callers that see many sequence lengths."""
+        self._tables.clear()
 
     def hidden(
         self, ids: Tensor, taps: dict[str, Tensor] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import orjson
@@ -18,14 +18,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.model.engram import fold_table
+from training.codec import PAD
+from training.dialogues import Split
 from training.feed import Batch, Feed
 from training.model import TrainModel
 from training.optimizer import Muon, adamw, is_muon
-from training.pack import fold_table
+from training.probe import exact_turns
 
 CONFIG = Path(__file__).parents[1] / "engine" / "checkpoints" / "tiny" / "config.json"
 #: a file that comes back from a lent machine is small; shards stay under this
 SHARD_BYTES = 12 << 20
+
+
+def tiny_fold(config: dict[str, Any]) -> np.ndarray:
+    """Folded ids of the tiny checkpoint's tokenizer, as the engine computes them."""
+    text = config["text_config"]
+    limit = text["engram_compressed_vocab_size"]
+    return fold_table(CONFIG.with_name("tokenizer.json"), text["vocab_size"], limit)
 
 
 class Log:
@@ -158,7 +168,7 @@ def train_indexers(model: TrainModel, feed: Feed, args: argparse.Namespace, log:
             group["lr"] = args.index_lr * schedule(done, step, 20, 0.3)
         ids = to_device(batch, model.device)[0]
         ids = ids[: max(1, args.index_tokens // ids.shape[1])]
-        loss = model.index_loss(ids, (ids != 2).float())
+        loss = model.index_loss(ids, (ids != PAD).float())
         loss.backward()
         opt.step()
         opt.zero_grad(set_to_none=True)
@@ -180,7 +190,7 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("--tokens", type=int, default=61440, help="padded tokens of a batch")
     ap.add_argument("--index-tokens", type=int, default=24576)
     ap.add_argument("--workers", type=int, default=14)
-    ap.add_argument("--first-seed", type=int, default=0)
+    ap.add_argument("--first-block", type=int, default=0, help="of the data generator")
     ap.add_argument("--seed", type=int, default=0, help="of the initial weights")
     ap.add_argument("--start-from", help="stem of an earlier run's shards")
     ap.add_argument("--lr", type=float, default=2e-3, help="AdamW")
@@ -193,6 +203,7 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("--flat", type=float, default=0.35, help="share of the time at full rate")
     ap.add_argument("--max-steps", type=int, default=10**9)
     ap.add_argument("--compile-steps", type=int, default=24)
+    ap.add_argument("--probe", type=int, default=600, help="dialogues of the closing look")
     ap.add_argument("--report-every", type=float, default=20)
     return ap.parse_args()
 
@@ -205,11 +216,10 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
-    feed = Feed(args.tokens, args.workers, args.first_seed)
+    feed = Feed(args.tokens, args.workers, args.first_block)
     try:
-        model = TrainModel(
-            orjson.loads(CONFIG.read_bytes()), fold_table(), device, dtype, args.seed
-        )
+        config = orjson.loads(CONFIG.read_bytes())
+        model = TrainModel(config, tiny_fold(config), device, dtype, args.seed)
         if args.start_from:
             restore(model, args.start_from)
         log("parameters", sum(p.numel() for p in model.p.values()), model.shape)
@@ -222,11 +232,17 @@ def main() -> None:
         feed.close()
     model.f = plain
     if args.index_seconds > 0:
-        long = Feed(args.tokens, args.workers, args.first_seed + 10**8, min_length=512)
+        long = Feed(args.tokens, args.workers, args.first_block + 10**6, min_length=512)
         try:
             train_indexers(model, long, args, log)
         finally:
             long.close()
+    model.dtype = torch.float32  # as the engine computes
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for split in (Split.IN_DISTRIBUTION, Split.HELD_OUT):
+        score = exact_turns(model, split, 0, args.probe)
+        text = {k: f"{a}/{b} = {a / max(b, 1):.4f}" for k, (a, b) in sorted(score.items())}
+        log("exact by teacher forcing,", split.name.lower(), text)
     log("saved", [str(p.name) for p in save(model, args.out, args.name)])
 
 
