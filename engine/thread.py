@@ -1,0 +1,257 @@
+"""The engine's thread: owns the model, runs steps while there is work, sleeps when there is none.
+
+Callers live on event loops. A submit or an abort is a message in the inbox, read between steps; the
+deltas of a step go back in one `call_soon_threadsafe` per event loop. Nothing else is shared but
+the table of open requests, under a lock that is held for a few dictionary operations.
+
+A request is open from `submit` until its last delta, its abort or the thread's end. Whatever ends
+the thread, each open request gets a last delta, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.api import (
+    EngineDeadError,
+    EngineError,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+    Usage,
+)
+from engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_DIED = "the engine has stopped because of an internal fault; the server's log says more"
+_STOPPED = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where a request's deltas go.
+
+    Args:
+        loop: the event loop whose thread calls `deliver`.
+        deliver: takes each delta, in order; must return at once.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    deliver: Callable[[TokenDelta], None]
+
+
+class _Open:
+    """An open request. Its identity tells it from an earlier one of the same id."""
+
+    __slots__ = ("closed", "num_tokens", "request", "sink")
+
+    def __init__(self, request: GenerateRequest, sink: Sink) -> None:
+        self.request = request
+        self.sink = sink
+        self.num_tokens = 0  # sent so far
+        self.closed = False  # aborted: what is on its way to the sink is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    entry: _Open
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    entry: _Open
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class EngineThread:
+    """Runs an EngineCore.
+
+    `submit`, `abort` and `stats` may be called from any thread.
+
+    Args:
+        load: makes the engine; called in the new thread, so that a GPU's context belongs to it.
+    """
+
+    def __init__(self, load: Callable[[], EngineCore]) -> None:
+        self._load = load
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of _open and _ended
+        self._open: dict[str, _Open] = {}
+        self._begun: dict[str, _Open] = {}  # those the engine knows; the thread's own
+        self._core: EngineCore | None = None
+        self._loaded = threading.Event()
+        self._load_error: BaseException | None = None
+        self._ended = False
+        self._farewell = _STOPPED  # what open requests are told at the end
+        self._thread = threading.Thread(target=self._main, name="bathyal-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served: loaded, and neither stopped nor dead."""
+        return self._core is not None and not self._ended
+
+    def start(self) -> None:
+        """Start the thread and wait until the engine is loaded. Blocks for as long as that takes.
+
+        Raises:
+            Exception: whatever `load` raised; the thread has ended then.
+        """
+        self._thread.start()
+        self._loaded.wait()
+        if self._load_error is not None:
+            raise self._load_error
+
+    def stop(self) -> None:
+        """Stop after the step that runs and wait for it. Open requests end with an error."""
+        self._inbox.put(_Stop())
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Open a request.
+
+        Raises:
+            PromptTooLongError: its prompt does not fit.
+            EngineError: it can never be served, or its id is that of an open request.
+            EngineDeadError: the engine does not run.
+        """
+        if self._core is None:
+            raise EngineDeadError("the engine is not loaded")
+        self._core.check(request)
+        entry = _Open(request, sink)
+        with self._lock:
+            if self._ended:
+                raise EngineDeadError(self._farewell)
+            if request.id in self._open:
+                raise EngineError(f"request id {request.id}: expected one that is not in use")
+            self._open[request.id] = entry
+            self._inbox.put(_Submit(entry))
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up: no delta follows, its memory is free before the next step.
+
+        Idempotent, and harmless for an id that is not open.
+        """
+        with self._lock:
+            entry = self._open.pop(request_id, None)
+            if entry is not None:
+                entry.closed = True
+                self._inbox.put(_Abort(entry))
+
+    def stats(self) -> EngineStats:
+        """Take a snapshot of the counters."""
+        if self._core is None:
+            return EngineStats(alive=False)
+        return dataclasses.replace(self._core.stats(), alive=self.alive)
+
+    def _main(self) -> None:
+        try:
+            core = self._load()
+        except BaseException as error:  # start() raises it in its caller's thread
+            self._load_error = error
+            self._ended = True
+            self._loaded.set()
+            return
+        self._core = core
+        self._loaded.set()
+        try:
+            self._run(core)
+        except BaseException:
+            logger.exception("the engine's thread died")
+            self._farewell = _DIED
+        finally:
+            self._end()
+
+    def _run(self, core: EngineCore) -> None:
+        """Read the inbox and step, until told to stop."""
+        while True:
+            try:
+                message = self._next_message(core)
+            except queue.Empty:
+                self._hop(core.step())
+                continue
+            match message:
+                case _Submit(entry):
+                    if not entry.closed:
+                        core.submit(entry.request)
+                        self._begun[entry.request.id] = entry
+                case _Abort(entry):
+                    if self._begun.get(entry.request.id) is entry:
+                        core.abort(entry.request.id)
+                        del self._begun[entry.request.id]
+                case _Stop():
+                    return
+
+    def _next_message(self, core: EngineCore) -> _Submit | _Abort | _Stop:
+        """Take a message; sleep until there is one where there is nothing else to do.
+
+        Raises:
+            queue.Empty: there is none and a step is due.
+        """
+        if core.has_work:
+            return self._inbox.get_nowait()
+        if self._inbox.empty():
+            core.check_integrity()
+        return self._inbox.get()
+
+    def _hop(self, deltas: list[TokenDelta]) -> None:
+        """Send the deltas of a step."""
+        batch = []
+        for delta in deltas:
+            entry = self._begun[delta.request_id]
+            entry.num_tokens += len(delta.token_ids)
+            batch.append((entry, delta))
+            if delta.finish_reason is not None:
+                del self._begun[delta.request_id]
+                with self._lock:
+                    if not entry.closed:
+                        del self._open[delta.request_id]
+        self._send(batch)
+
+    def _send(self, batch: list[tuple[_Open, TokenDelta]]) -> None:
+        """Pass deltas to their loops, in one call for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Open, TokenDelta]]] = {}
+        for entry, delta in batch:
+            by_loop.setdefault(entry.sink.loop, []).append((entry, delta))
+        for loop, part in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, part)
+            except RuntimeError:  # the loop is closed, so nobody is left to tell
+                for entry, _ in part:
+                    self.abort(entry.request.id)
+
+    def _end(self) -> None:
+        """Tell every open request that it ends here."""
+        with self._lock:
+            self._ended = True
+            entries = list(self._open.values())
+            self._open.clear()
+        self._send([(entry, self._last_delta(entry)) for entry in entries])
+
+    def _last_delta(self, entry: _Open) -> TokenDelta:
+        return TokenDelta(
+            request_id=entry.request.id,
+            token_ids=(),
+            finish_reason=FinishReason.ERROR,
+            usage=Usage(len(entry.request.prompt_ids), entry.num_tokens),
+            error=self._farewell,
+        )
+
+
+def _deliver(batch: list[tuple[_Open, TokenDelta]]) -> None:
+    """Pass deltas to their sinks; runs on the event loop."""
+    for entry, delta in batch:
+        if not entry.closed:
+            entry.sink.deliver(delta)

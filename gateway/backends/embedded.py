@@ -1,0 +1,146 @@
+"""The engine in this process: the one door to engine.thread, and so to torch.
+
+Constructing the backend reads config.json and loads no torch; `start` loads the model in the
+engine's own thread while the event loop stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine import TINY_CHECKPOINT
+from engine.api import (
+    EngineDeadError,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    TokenDelta,
+)
+from engine.config import ModelConfig
+from engine.options import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.thread import EngineThread
+
+#: Name under which the checkpoint that ships is listed.
+TINY_NAME = "bathyal-tiny"
+
+_Deltas = asyncio.Queue[TokenDelta | None]  # None: aborted, nothing follows
+
+
+class EmbeddedBackend:
+    """Serves a checkpoint from this process; implements gateway.backends.Backend.
+
+    Args:
+        path: folder of the checkpoint; the one that ships by default.
+        options: how to run it.
+        name: name under which it is listed; the folder's name by default.
+
+    Raises:
+        EngineError: the folder holds no config.json that can be served, no tokenizer.json, or the
+            options do not fit the model.
+    """
+
+    def __init__(
+        self,
+        path: Path = TINY_CHECKPOINT,
+        options: EngineConfig | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self._path = path.resolve()
+        self._options = EngineConfig() if options is None else options
+        self._info = _model_info(self._path, self._options, name)
+        self._thread: EngineThread | None = None
+        self._streams: dict[str, _Deltas] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        """The served model."""
+        return self._info
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError: it cannot be served; the message says why.
+        """
+        thread = await asyncio.to_thread(_start_thread, self._path, self._options)
+        self._thread = thread
+
+    async def stop(self) -> None:
+        """Stop the engine; open generations end with an error. Idempotent."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate; see gateway.backends.Backend.
+
+        Raises:
+            PromptTooLongError: before the first delta.
+            EngineError: before the first delta.
+        """
+        if self._thread is None:
+            raise EngineDeadError("the engine is not loaded")
+        from engine.thread import Sink
+
+        deltas: _Deltas = asyncio.Queue()
+        # Unbounded, but fed at the model's pace and dropped with the generator.
+        self._thread.submit(request, Sink(asyncio.get_running_loop(), deltas.put_nowait))
+        self._streams[request.id] = deltas
+        try:
+            while True:
+                delta = await deltas.get()
+                if delta is None or self._streams.get(request.id) is not deltas:
+                    return  # aborted
+                if delta.finish_reason is not None:
+                    # The id may be used again from now on, so it is ours no more.
+                    del self._streams[request.id]
+                    yield delta
+                    return
+                yield delta
+        finally:
+            if self._streams.get(request.id) is deltas:
+                self.abort(request.id)
+
+    def abort(self, request_id: str) -> None:
+        """Give a generation up; its stream ends without a further delta. Idempotent."""
+        deltas = self._streams.pop(request_id, None)
+        if deltas is not None and self._thread is not None:
+            self._thread.abort(request_id)
+            deltas.put_nowait(None)
+
+    def stats(self) -> EngineStats:
+        """Take a snapshot of the engine's counters."""
+        return EngineStats(alive=False) if self._thread is None else self._thread.stats()
+
+
+def _start_thread(path: Path, options: EngineConfig) -> EngineThread:
+    """Import the engine and load the model; takes seconds, so it runs off the event loop."""
+    from engine.core import load_engine
+    from engine.thread import EngineThread
+
+    thread = EngineThread(lambda: load_engine(path, options))
+    thread.start()
+    return thread
+
+
+def _model_info(path: Path, options: EngineConfig, name: str | None) -> ModelInfo:
+    config = ModelConfig.from_file(path)
+    tokenizer = path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise EngineError(f"{tokenizer}: file not found; a served checkpoint has its tokenizer")
+    if name is None:
+        name = TINY_NAME if path == TINY_CHECKPOINT.resolve() else path.name
+    return ModelInfo(
+        name=name,
+        version=config.version,
+        max_model_len=options.resolve_max_model_len(config.max_position_embeddings),
+        eos_token_ids=config.eos_token_ids,
+        tokenizer_path=str(tokenizer),
+        has_vision=False,
+    )
