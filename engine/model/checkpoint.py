@@ -105,6 +105,11 @@ class Checkpoint:
             raise CheckpointError(self.path, problems)
         self._maps: dict[Path, np.memmap[Any, np.dtype[np.uint8]]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors on disk."""
+        return sum(stored.nbytes for stored in self.tensors.values())
+
     def _index_problems(self) -> Iterator[str]:
         index = self.path / "model.safetensors.index.json"
         if not index.exists():

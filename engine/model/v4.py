@@ -109,6 +109,7 @@ class Model:
 
     Attributes:
         config: of the model.
+        dtype: of all maths but the linears: float32, or float64 where those are.
         unused: official name -> reason, for tensors that are present and checked but not run.
         has_vision: whether images can be processed; always False here.
         vision_reason: why not, fit for a client.
@@ -141,15 +142,15 @@ class Model:
             else "the model has no vision tower"
         )
         self._weights = weights
-        self._dtype = weights.embed.dtype
+        self.dtype = weights.embed.dtype
         device = weights.embed.device
         self._device = device
         self._scale = config.head_dim**-0.5
-        self._tables = ops.SinkhornTables.make(config.hc_mult, config.hc_eps, self._dtype, device)
-        self._first_pre = torch.eye(config.hc_mult, dtype=self._dtype, device=device)[:1]
+        self._tables = ops.SinkhornTables.make(config.hc_mult, config.hc_eps, self.dtype, device)
+        self._first_pre = torch.eye(config.hc_mult, dtype=self.dtype, device=device)[:1]
         self._plain_freqs, self._compress_freqs = _frequencies(config, device)
         self._hadamard = (
-            ops.hadamard(config.index_head_dim, self._dtype, device)
+            ops.hadamard(config.index_head_dim, self.dtype, device)
             if (not config.is_v41 and round_trips)
             else None
         )
@@ -348,12 +349,12 @@ class Model:
             real = torch.cat((real, shown), 1)
         keys = torch.zeros(
             (len(real), 1 + real.shape[1], pool.window[0].shape[2]),
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=self._device,
         )
         if entries is not None:
             keys[:, 1 + width :] = entries
-        mask = F.pad(_additive(real, self._dtype), (1, 0))[:, None]
+        mask = F.pad(_additive(real, self.dtype), (1, 0))[:, None]
         step.decode_keys[source, chooser] = keys, mask
         return keys, mask
 
@@ -388,7 +389,7 @@ class Model:
         if key not in step.span_entries:
             places = step.batch.span_places(span, layer.ratio, step.pool.block_size)
             rows = _rows_of(step.pool.entries[layer.kv_source], places)
-            step.span_entries[key] = rows.to(self._dtype)
+            step.span_entries[key] = rows.to(self.dtype)
         return step.span_entries[key]
 
     def _block_mask(self, layer: Layer, block: QueryBlock, behind: int, step: Step) -> Tensor:
@@ -413,7 +414,7 @@ class Model:
                 if shown is None:
                     shown = _visible_entries(ends, block.visible(layer.ratio), layer.ratio)
                 real = torch.cat((real, shown), 1)
-            step.block_masks[key] = F.pad(_additive(real, self._dtype), (1, 0))[None]
+            step.block_masks[key] = F.pad(_additive(real, self.dtype), (1, 0))[None]
         return step.block_masks[key]
 
     # ------------------------------------------------------------ compressed entries (2.5, 2.9)
@@ -619,7 +620,7 @@ class Model:
     def _engram(self, w: EngramWeights, hashes: NgramHash, streams: Tensor, step: Step) -> Tensor:
         assert step.ngrams is not None
         c = self.config
-        looked_up = w.table.lookup(hashes.rows(step.ngrams), self._dtype).to(self._device)
+        looked_up = w.table.lookup(hashes.rows(step.ngrams), self.dtype).to(self._device)
         projected = ops.linear(self._act(looked_up), w.wkv)
         projected = projected.view(len(streams), c.hc_mult + 1, c.hidden_size)
         keys, value = projected[:, :-1], projected[:, -1:]
@@ -660,7 +661,7 @@ class Model:
         """Rotations of all rows at their positions, complex [T, R] (2.3)."""
         if compressed not in step.turns:
             freqs = self._compress_freqs if compressed else self._plain_freqs
-            step.turns[compressed] = ops.rope_turns(step.batch.positions, freqs, self._dtype)
+            step.turns[compressed] = ops.rope_turns(step.batch.positions, freqs, self.dtype)
         return step.turns[compressed]
 
     def _entry_turns(self, layer: Layer, step: Step) -> Tensor:
@@ -670,7 +671,7 @@ class Model:
         key = layer.ratio, layer.overlap
         if key not in step.turns:
             positions = self._plan(layer, step).positions
-            step.turns[key] = ops.rope_turns(positions, self._compress_freqs, self._dtype)
+            step.turns[key] = ops.rope_turns(positions, self._compress_freqs, self.dtype)
         return step.turns[key]
 
     def _act(self, x: Tensor) -> Tensor:
