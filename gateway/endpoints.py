@@ -110,16 +110,15 @@ class Endpoints:
             return error_response("chat", not_served())
         try:
             body = await read_body(request, self.settings.max_body_bytes)
-            text, tools = _parse_request(body)
             if len(body) < THREAD_FROM_BYTES:
-                parsed = parse_function_call(codec, text, tools)
+                reply = _parsed(codec, body)
             else:
-                parsed = await in_thread(parse_function_call, codec, text, tools)
+                reply = await in_thread(_parsed, codec, body)
         except ClientError as error:
             return error_response("chat", error)
         except ClientDisconnect:
             return _nobody_listens()
-        return _json(parsed)  # its fields are the names of SGLang's reply
+        return Response(reply, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models, with the fields that the OpenAI and the Anthropic SDK read."""
@@ -178,6 +177,12 @@ class Endpoints:
     async def root(self, request: Request) -> Response:
         """GET and HEAD /: some clients look here first; tells a person where to go."""
         return _json({"server": "bathyal", "models": "/v1/models", "chat": "/v1/chat/completions"})
+
+
+def _parsed(codec: Codec, body: bytes) -> bytes:
+    """Answer /parse_function_call; the fields of the result are the names of SGLang's reply."""
+    text, tools = _parse_request(body)
+    return orjson.dumps(parse_function_call(codec, text, tools))
 
 
 def _parse_request(body: bytes) -> tuple[str, list[Any]]:

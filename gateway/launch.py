@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -38,7 +39,7 @@ def serve(settings: Settings, backend: Backend, announce: Callable[[str], None])
     Args:
         settings: where to listen, and the application's settings.
         backend: not yet started.
-        announce: takes the text for the user once requests are accepted.
+        announce: takes what the user is to read: first that the model loads, then where it is.
 
     Returns:
         The process's exit status: 0 after a signal, 1 when the backend died.
@@ -101,17 +102,14 @@ async def _serve(
     announce: Callable[[str], None],
 ) -> int:
     app = create_app(settings, backend)
+    announce(f"bathyal loads {settings.model}")
     async with app.router.lifespan_context(app):
         server = _Server(app, settings, served_model(settings, backend).name, announce)
         watch = asyncio.create_task(_watch(backend, server))
         with _signals_held():
             await server.serve(sockets=[listener])
         if cut_off := set(server.server_state.tasks):
-            # uvicorn cancels them at the end of the drain, though not when told twice to stop, and
-            # waits for none: each still has its error to send
-            if server.force_exit:
-                for reply in cut_off:
-                    reply.cancel()
+            # cancelled at the end of the drain, and not waited for: each has its error to send
             await asyncio.wait(cut_off, timeout=LAST_WORDS_SECONDS)
         watch.cancel()
         if backend.stats().alive:
@@ -137,19 +135,30 @@ class _Server(uvicorn.Server):
         )
         self._model_name = model_name
         self._announce = announce
+        self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then print the address and a first command to try."""
+        """Listen, then announce the address and a first command to try."""
         await super().startup(sockets)
         if self.started and sockets:
             self._announce(_ready_text(sockets[0].getsockname(), self._model_name))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain on the first signal; on a second SIGINT end the open replies at once."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            self._loop.call_soon_threadsafe(self._cut_off)
+
+    def _cut_off(self) -> None:
+        for reply in self.server_state.tasks:
+            reply.cancel()
 
 
 def _ready_text(address: tuple[str, int], model_name: str) -> str:
     host, port = address[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     return (
-        f"bathyal is ready: {model_name} at {url}/v1\n\n"
+        f"bathyal serves {model_name} at {url}/v1\n\n"
         "Try it from another terminal:\n"
         f"  curl {url}/v1/chat/completions -d "
         f"""'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'\n"""

@@ -260,10 +260,12 @@ def test_a_dead_backend_ends_the_process_with_status_1(info: ModelInfo) -> None:
 
     def announce(text: str) -> None:
         said.append(text)
-        backend.alive = False
+        backend.alive = "curl" not in text
 
     assert serve(Settings(port=0), backend, announce) == 1
-    assert "bathyal is ready: test-model at http://127.0.0.1:" in said[0]
+    loads, ready = said
+    assert loads.startswith("bathyal loads /")
+    assert ready.startswith("bathyal serves test-model at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("module", ["gateway", "gateway.app", "gateway.cli", "gateway.launch"])
