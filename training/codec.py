@@ -15,7 +15,7 @@ from training.dialogues import Dialogue
 from training.dialogues.build import MODEL
 
 Json = dict[str, Any]
-BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, THINK, END_THINK = range(8)
+BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, THINK, END_THINK, DSML = range(9)
 _OPTIONS = recipe.ConversionOptions()
 _TOOL = {"type": "function", "function": {"name": "t"}}
 
@@ -91,7 +91,7 @@ class Codec:
         converted = _converted(body)
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, "id", MODEL)
         stream = recipe.StreamProcessor(generator, converted.parsing_options, self.tokenizer)
-        response = recipe.ChatCompletionResponse("id", MODEL, 0, 1, 0)
+        response: Any = recipe.ChatCompletionResponse("id", MODEL, 0, 1, 0)
         usage = recipe.PromptUsage(prompt_tokens=1, prompt_cache_hit_tokens=0)
         inputs = [recipe.InferenceChunk.ready(prompt_usage=usage, system_fingerprint="x")]
         if ids:
@@ -128,7 +128,8 @@ def assistant_spans(ids: list[int]) -> list[tuple[int, int, bool]]:
 
     `end` is the place of the turn's EOS, which the model writes too.
     """
-    spans, at = [], 0
+    spans: list[tuple[int, int, bool]] = []
+    at = 0
     while True:
         try:
             start = ids.index(ASSISTANT, at)

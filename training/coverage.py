@@ -33,24 +33,21 @@ def target_counts(seed: int, count: int) -> tuple[NDArray[np.int64], int]:
 
 
 def never_text(tokenizer: Tokenizer) -> Iterator[int]:
-    """Ids that no sensible value is made of: bytes outside UTF-8, control characters, and phrases
-    and marks that only prompts hold."""
-    vocabulary = {token: i for token, i in tokenizer.get_vocab().items()}
-    for token, i in vocabulary.items():
+    """Ids that no value is made of.
+
+    These are special tokens, phrases and marks that only prompts or calls hold, control
+    characters, and bytes that UTF-8 never uses (the byte alphabet spells a byte above 0xA0, save
+    0xAD, as the character of that number).
+    """
+    unused = {chr(b) for b in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    for token, i in tokenizer.get_vocab().items():
         text = tokenizer.decode([i], skip_special_tokens=False)
-        single = len(token) == 1
-        if i < len(SPECIAL) or (not single and not text.isalnum()):
+        if len(token) > 1:
+            never = not text.isalnum()
+        else:
+            never = token in unused or not (text.isprintable() or text == "\ufffd")
+        if never or i < len(SPECIAL):
             yield i
-        elif single and text != "\ufffd" and not text.isprintable():
-            yield i
-        elif single and text == "\ufffd" and token in _invalid_bytes():
-            yield i
-
-
-def _invalid_bytes() -> set[str]:
-    """Spellings of the bytes 0xC0, 0xC1 and 0xF5..0xFF, which UTF-8 never uses (the byte alphabet
-    writes bytes above 0xA0, save 0xAD, as the character of that number)."""
-    return {chr(b) for b in (0xC0, 0xC1, *range(0xF5, 0x100))}
 
 
 def main() -> None:

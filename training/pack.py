@@ -92,14 +92,15 @@ def worker(seed: int, stride: int, queue: Any, block: int = BLOCK) -> None:
 
 
 def target_mask(ids: Ids) -> NDArray[np.bool_]:
-    """True where the assistant writes the token: after <｜Assistant｜> and its think mark, up to and
-    including EOS.
+    """Mark the tokens that the assistant writes.
+
+    They come after <｜Assistant｜> and its think mark, up to and including EOS.
 
     Args:
         ids: one dialogue, or several one after the other, [tokens].
 
     Returns:
-        Mask of the same shape.
+        True for those, of the same shape.
     """
     opened = ids == ASSISTANT
     closed = ids == EOS

@@ -33,7 +33,7 @@ SPECIAL = (
     "<｜place▁holder▁no▁799｜>",
 )  # fmt: skip
 # Fixed texts of the codec (as rendered for V4.1), cut at special tokens and at prompt ends.
-_FIXED = (
+FIXED = (
     "Reasoning Effort: ",
     " (range 1-100, the higher the value, the more thorough the reasoning)\n\n",
     "## Tools\n\nYou have access to a set of tools to help answer the user's question. You can "
@@ -64,7 +64,7 @@ _GLUE = (
     "\n\n", "  ", "    ", "\n\n<", "</", " calls>", " parameter name=\"", "\" string=\"true\">", "\" string=\"false\">",
     " parameter>\n<", " parameter>\n</", " invoke name=\"", "\">\n<", "\">\n\n</",
     "{\"name\": \"", "\", \"description\": \"", "\", \"parameters\": {", "\"type\": \"",
-    "\"properties\": {\"", "\"properties\": {", "\"required\": [\"", 
+    "\"properties\": {\"", "\"properties\": {", "\"required\": [\"",
     "\": {\"type\": \"", "\", \"enum\": [\"", "\", \"", "\"], \"", "\"]}}", "\"]}", "\"]",
     "\"}, \"", "\"}, ", "\"}}", "\"}", "}}", "{\"", "\": \"", "\": ", ", \"", "\", \"title\": \"",
     "{\"type\": \"", "\", \"items\": {\"type\": \"", "}, \"", "\"}}, ", "[\"",
@@ -108,7 +108,7 @@ def build(dialogues: int = 12_000) -> bytes:
     Raises:
         ValueError: a phrase never occurs (it is misspelled), or the sizes do not add up.
     """
-    phrases = _FIXED + _GLUE
+    phrases = FIXED + _GLUE
     splitter = _splitter(phrases)
     counts: Counter[str] = Counter()
     for seed in range(dialogues):
@@ -121,7 +121,7 @@ def build(dialogues: int = 12_000) -> bytes:
     decoder = decoders.ByteLevel()
     plain = Counter({decoder.decode([w]): n for w, n in counts.items() if w not in spelled})
     lexicon = Lexicon(held=False, pieces=())
-    known = {w for w in (*lexicon.plain, *lexicon.cities, *lexicon.names, *lexicon.surnames)}
+    known = {*lexicon.plain, *lexicon.cities, *lexicon.names, *lexicon.surnames}
     known |= {w for p in (*lexicon.params, *lexicon.enums) for w in parts(p)}
     known |= {w.capitalize() for w in known}
     for rank, word in enumerate(lexicon.english):  # most frequent first
@@ -139,7 +139,7 @@ def build(dialogues: int = 12_000) -> bytes:
         ((word + "\t") * int(n**_POWER) for word, n in words if word in known or n >= _OFTEN),
         trainer,
     )
-    return _assemble(orjson.loads(bare.to_str()), [s for s in spelled], splitter)
+    return _assemble(orjson.loads(bare.to_str()), list(spelled), splitter)
 
 
 def _assemble(learned: Any, phrases: list[str], splitter: Any) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ class _Builder:
     def _turn(self, tools: list[Tool]) -> Ask | None:
         """One user message and what follows; the ask of a single call, for a follow-up."""
         r, x = self.r, self.r.random()
+        if not tools:
+            x *= 0.115  # small talk and echoes take the place of calls
         if x < 0.045:
             said, reply = chatter.small_talk(r)
             self._user(said)
@@ -194,7 +197,7 @@ class _Builder:
             self._user(said)
             self._assistant("chat", chatter.THINK_CHAT, reply)
             return None
-        if x < 0.115 or not tools:
+        if x < 0.115:
             self._user(self._unfitting(tools))
             self._assistant("decline", chatter.THINK_NO_TOOL, chatter.NO_TOOL)
             return None
@@ -215,7 +218,11 @@ class _Builder:
         if keys and r.chance(0.5):
             asked = catalogue.tool(r, self.values, keys[0], set(self.taken))
             return self.asker.finish(self.asker.ask(asked, by_name=False))
-        if r.chance(0.3) and not {catalogue.GROUP_OF[d] for d in declared} & {"web", "fun", "files"}:
+        if r.chance(0.3) and not {catalogue.GROUP_OF[d] for d in declared} & {
+            "web",
+            "fun",
+            "files",
+        }:
             return chatter.unserved(r, self.values)
         like = r.pick(tools) if tools and r.chance(0.4) else None
         asked = self.maker.tool(set(self.taken), None)
@@ -241,14 +248,16 @@ class _Builder:
         if len(asks) == 1 or not asks[1].text:
             return self.asker.finish(asks[0])
         text = asks[0].text
-        for before, ask in zip(asks, asks[1:], strict=False):
+        for before, ask in pairwise(asks):
             clear = before.open_end or before.literal_end
             glue = r.pick(
                 ("\n", "\nand ", "\nAlso ", "; ") if clear
                 else (". Also ", ", then ", " and also ", ". Then ", "\n", "; ", " and then ", ", and ")
             )  # fmt: skip
             text += glue + ask.text
-        whole = Ask(asks[0].tool, {}, text, asks[-1].open_end, asks[-1].literal_end, asks[0].raw_start)
+        whole = Ask(
+            asks[0].tool, {}, text, asks[-1].open_end, asks[-1].literal_end, asks[0].raw_start
+        )
         return self.asker.finish(whole)
 
     def dialogue(self) -> Dialogue:

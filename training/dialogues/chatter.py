@@ -111,6 +111,9 @@ def unserved(r: Rng, v: Values) -> str:
 
 def echo(r: Rng, v: Values) -> tuple[str, str]:
     """(a request to repeat something, that something)."""
-    text = getattr(v, r.pick(("phrase", "phrase", "word", "title", "exotic", "code", "person", "text", "pieces")))()
+    text = getattr(
+        v,
+        r.pick(("phrase", "phrase", "word", "title", "exotic", "code", "person", "text", "pieces")),
+    )()
     said = r.pick(_ECHO).replace("{}", f'"{text}"' if r.chance(0.4) else text)
     return capital(said) if r.chance(0.5) else said, text

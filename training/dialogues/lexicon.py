@@ -83,24 +83,18 @@ class Lexicon:
         self.held = held
         self.pieces = () if held else pieces
         out = held_words()
-        known = {w.lower() for w in pieces}
 
         def wanted(word: str) -> bool:
-            pieces = parts(word)
-            if held:  # a word that is one token of the vocabulary is not unseen
-                return all(p in out and p not in known for p in pieces)
-            return not any(p in out for p in pieces)
+            split = parts(word)
+            if held:
+                return all(p in out for p in split)
+            return not any(p in out for p in split)
 
         pools = {name: [w for w in read_words(name) if wanted(w)] for name in POOL_FILES}
         self.verbs, self.nouns = pools["verbs"], pools["nouns"]
         self.cities, self.names, self.surnames = pools["cities"], pools["names"], pools["surnames"]
         self.enums, self.english = pools["enums"], pools["english"]
         self.params = pools["params"]
-        if held:  # few compounds consist of held-out parts only: make them
-            single = [p for p in self.params if "_" not in p]
-            self.params = single + [
-                f"{a}_{b}" for a, b in zip(single, reversed(single), strict=True) if a != b
-            ]
         text = (WORDS / "places.txt").read_text(encoding="utf-8")
         self.places = [] if held else [p for p in text.strip().split(";") if wanted(p)]
         self.plain = list(dict.fromkeys(self.nouns + self.english + self.verbs))
@@ -109,7 +103,7 @@ class Lexicon:
         """An invented lower-case word (never a held-out one)."""
         while True:
             word = self._coin(rng)
-            if word.lower() not in held_words():
+            if held_words().isdisjoint(parts(word)):
                 return word
 
     def _coin(self, rng: Rng) -> str:

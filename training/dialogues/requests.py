@@ -22,7 +22,7 @@ OPEN_KINDS = frozenset(
     "phrase title text query task topic quoted_short quoted_text command pycode sql scene "
     "plural expression sentence pieces".split()
 )
-_LITERAL = frozenset("command pycode sql path dirpath url expression version filename".split())
+_LITERAL = frozenset("command pycode sql".split())
 _QUOTE_CHANCE = {
     "quoted_short": 0.6, "quoted_text": 0.6, "command": 0.5, "pycode": 0.55, "sql": 0.5,
     "query": 0.25, "title": 0.4, "task": 0.15, "topic": 0.12, "scene": 0.15, "path": 0.1,
@@ -77,7 +77,7 @@ class Ask:
         args: arguments in schema order.
         text: what the user says, without a final full stop.
         open_end: the text ends with an unquoted value that only the end of the sentence ends.
-        literal_end: the last value is code-like: no punctuation may follow it directly.
+        literal_end: the last value is unquoted code: no punctuation may follow it.
         raw_start: the text begins with a value: its first letter stays as it is.
         kinds: kind of value by argument name.
     """
@@ -96,6 +96,7 @@ class Asker:
 
     def __init__(self, rng: Rng, values: Values, held: bool) -> None:
         self.r, self.values, self.held = rng, values, held
+        self._question = False  # the request being made is a question: its ? is no value's
 
     # ---- values
     def value(self, p: Param) -> Said:
@@ -104,7 +105,8 @@ class Asker:
         if kind == "enum":
             choice = r.pick(p.choices)
             odds = 0.0 if self.held else 0.3 if p.role else 0.06
-            return choice, capital(choice) if r.chance(odds) else choice
+            said = capital(choice) if r.chance(odds) else choice
+            return choice if "enum" in p.schema else said, said
         if kind == "strings":
             words = [self.values.word() for _ in range(r.whole(1, 4))]
             return words, self._said_list(words)
@@ -156,9 +158,16 @@ class Asker:
         odds = _QUOTE_CHANCE.get(p.kind, 0.12)
         if blank and p.kind in OPEN_KINDS and not last:
             odds = max(odds, 0.55)
+        risky = (blank and after.startswith("{")) or (self._question and said[-1:] in "?!")
         following = after.split(" ", 1)[0].strip(",.:;?")
-        risky = blank and not last and bool(following) and following in said.split(" ")
-        risky = risky or p.kind == "tangle" or "\n" in said or said[-1:] in ".,:;" or said[:1] in "'\"`([{"
+        risky = risky or (blank and not last and bool(following) and following in said.split(" "))
+        risky = (
+            risky
+            or p.kind == "tangle"
+            or "\n" in said
+            or said[-1:] in ".,:;"
+            or said[:1] in "'\"`([{"
+        )
         risky = risky or (not last and any(c in said for c in (", ", "; ", ": ", " and ")))
         if risky or r.chance(odds):
             return self.quoted(said), False
@@ -182,6 +191,7 @@ class Asker:
             if not self.held and r.chance(0.2):
                 verb = r.pick(_SYNONYMS.get(verb, (verb,)))
             intent = r.pick(_INTENTS).replace("{v}", verb).replace("{n}", tool.noun)
+        self._question = bool(_QUESTION.match(intent))
         ask = Ask(tool, {p.name: made[p.name][0] for p in chosen}, intent)
         ask.kinds = {p.name: p.kind for p in chosen}
         ask.raw_start = intent.startswith(tool.name)
@@ -200,7 +210,7 @@ class Asker:
             if ask.open_end and not last and sep in (" ", " and "):
                 said, ask.open_end = self.quoted(said), False
             pieces.append(self._pair(p, made[p.name][0], said, alone))
-            ask.literal_end = p.kind in _LITERAL
+            ask.literal_end = ask.open_end and p.kind in _LITERAL
         join = r.pick(_JOINS)
         if len(pieces) > 1 and sep == ", " and r.chance(0.4):
             body = ", ".join(pieces[:-1]) + " and " + pieces[-1]
@@ -221,7 +231,9 @@ class Asker:
                 return f"{'enable' if value else 'disable'} {cue}"
             if x < 0.5:
                 return f"{'with' if value else 'without'} {cue}"
-            said = r.pick(("true", "true", "yes", "on") if value else ("false", "false", "no", "off"))
+            said = r.pick(
+                ("true", "true", "yes", "on") if value else ("false", "false", "no", "off")
+            )
             return r.pick(("{p} {v}", "{p}: {v}", "{p}={v}", "set {p} to {v}", "{p} is {v}")).replace(
                 "{p}", cue
             ).replace("{v}", said)  # fmt: skip
@@ -237,6 +249,7 @@ class Asker:
     def _catalogue_ask(self, tool: Tool) -> Ask:
         r = self.r
         pattern = r.pick(tool.asks)
+        self._question = bool(_QUESTION.match(pattern))
         by_role = {p.role: p for p in tool.params}
         extra = [p for p in tool.params if "{" + p.role + "}" not in pattern]
         extra = [p for p in extra if p.phrases and (p.required or r.chance(0.4))]
@@ -259,7 +272,7 @@ class Asker:
             last = not rest.strip("?.!") and not extra
             after = rest.lstrip() if rest else "in for with at" if extra else ""
             said, open_end = self._said(p, said, last, after)
-            literal_end = p.kind in _LITERAL and not rest
+            literal_end = open_end and p.kind in _LITERAL and not rest
             out.append(said)
         text = "".join(out)
         for p in extra:
@@ -268,7 +281,7 @@ class Asker:
             said, open_end = self._said(p, said, p is extra[-1])
             phrase = r.pick(p.phrases).replace("{v}", said)
             text += phrase if phrase.startswith(",") else " " + phrase
-            literal_end = p.kind in _LITERAL
+            literal_end = open_end and p.kind in _LITERAL
         args = {p.name: made[p.name][0] for p in tool.params if p.name in made}
         kinds = {p.name: p.kind for p in tool.params if p.name in made}
         return Ask(tool, args, text, open_end, literal_end, pattern.startswith("{"), kinds)
@@ -278,7 +291,7 @@ class Asker:
         """`the weather in Paris and Rome`: calls that differ in one value, or None."""
         r = self.r
         needed = [p for p in tool.params if p.required]
-        if not tool.key or len(tool.params) != 1 or len(needed) != 1 or not needed[0].follow:
+        if not tool.key or len(needed) != 1 or not needed[0].follow:
             return None
         p = needed[0]
         if p.kind in OPEN_KINDS:
@@ -296,7 +309,6 @@ class Asker:
         text = pattern.replace("{" + p.role + "}", text)
         asks = [Ask(tool, {p.name: v}, "", kinds={p.name: p.kind}) for v, _ in made]
         asks[0].text, asks[0].raw_start = text, pattern.startswith("{")
-        asks[0].literal_end = p.kind in _LITERAL
         return asks
 
     def follow_up(self, before: Ask) -> Ask | None:
@@ -307,11 +319,15 @@ class Asker:
             return None
         p = params[0]
         value, said = self.value(p)
+        self._question = True
         said, open_end = self._said(p, said, True)
-        lead = r.pick(("and ", "And ", "and ", "now ", "what about ", "how about ", "and what about "))
+        lead = r.pick(
+            ("and ", "And ", "and ", "now ", "what about ", "how about ", "and what about ")
+        )
         phrase = said if lead.strip().endswith("about") else r.pick(p.follow).replace("{v}", said)
         text = lead + phrase
-        return Ask(before.tool, {p.name: value}, text, open_end, p.kind in _LITERAL, True, {p.name: p.kind})  # fmt: skip
+        literal = open_end and p.kind in _LITERAL
+        return Ask(before.tool, {p.name: value}, text, open_end, literal, True, {p.name: p.kind})
 
     def finish(self, ask: Ask, text: str | None = None) -> str:
         """The user's message: case, politeness, punctuation and small additions."""
@@ -327,7 +343,7 @@ class Asker:
             out = capital(out)
         ended = False
         if not ask.literal_end and out[-1:] not in "?!.":
-            if question and not ask.open_end and r.chance(0.7):
+            if question and r.chance(0.7):
                 out, ended = out + "?", True
             elif r.chance(0.3):
                 out, ended = out + ".", True

@@ -1,6 +1,6 @@
 """Tool results and the final answers that report them.
 
-The answer is a function of the result alone: up to three members of an object by name, a sentence
+The answer is a function of the result alone: up to five members of an object by name, a sentence
 as it stands, anything else after `The result is`. So its exact text can be checked.
 """
 
@@ -16,7 +16,7 @@ from training.dialogues.requests import dumps, dumps_bare
 from training.dialogues.tools import Json, Tool, spoken
 from training.dialogues.values import Values
 
-_SHOWN = 3
+_SHOWN = 5
 _SENTENCE = re.compile(r"[^.?!\n]*[.?!](?=\s|$)")
 _KINDS = (
     "integer integer number number word word code person place title phrase status bool date time "
@@ -44,13 +44,13 @@ class Results:
             return r.pick((f"error: {what}", f"Error: {what}", self.written({"error": what})))
         if long:
             if r.chance(0.5):
-                return self.written(self.members(r.whole(6, 16)))
+                return self.written(self.members(r.whole(6, 18)))
             return " ".join(v.sentence() for _ in range(r.whole(8, 20)))
         if tool.results and r.chance(0.7):
             return self.shaped(r.pick(tool.results))
         x = r.random()
         if x < 0.6:
-            return self.written(self.members(r.pick((1, 1, 2, 2, 3, 4))))
+            return self.written(self.members(r.pick((1, 1, 1, 2, 2, 3, 4, 5))))
         if x < 0.66:
             row = [self.members(r.whole(1, 2)) for _ in range(r.whole(1, 3))]
             return self.written(row)
@@ -66,7 +66,9 @@ class Results:
             return r.pick(("ok", "done", "success", "null", "true", "OK", "[]", "{}"))
         if x < 0.88:
             return "\n".join(v.phrase() for _ in range(r.whole(2, 3)))
-        kind = r.pick(("integer", "number", "place", "phrase", "code", "exotic", "date", "path", "pieces"))
+        kind = r.pick(
+            ("integer", "number", "place", "phrase", "code", "exotic", "date", "path", "pieces")
+        )
         return str(getattr(v, kind)())
 
     def key(self) -> str:
@@ -159,4 +161,3 @@ def answer(result: str) -> str:
             return sentence.group()
         out = f"the result is {text.partition(chr(10))[0]}"
     return f"T{out[1:]}" + ("" if out[-1] in ".?!" else ".")
-

@@ -138,7 +138,7 @@ _PARAM_ABOUT = (
 _ABOUT = (
     "{V} {n}", "{V} the {n}", "{V} a {n}", "{V} {n} for the user", "Use this to {v} {n}",
     "{V} the {n} and return the result", "{V} the {n}.", "Tool to {v} a {n}", "Will {v} the {n}",
-    "{V}s the {n}", "This function will {v} the {n} of the {w}", "{V} the {n} in {w}",
+    "{V} any {n}", "This function will {v} the {n} of the {w}", "{V} the {n} in {w}",
     "Call this to {v} the {n}", "Helper that can {v} any {n}", "API: {v} {n}",
     "{V} the {n}. Returns a {w}.", "{V} the given {n}, or fail with {w}", "{V} one {n}",
 )  # fmt: skip
@@ -214,10 +214,10 @@ class ToolMaker:
         verb = like.verb if like and not like.key else self._verb()
         while True:
             nouns = [self._noun() for _ in range(2 if r.chance(0.22) else 1)]
-            if like and not like.key and r.chance(0.3):
-                nouns = [nouns[0], like.noun.split(" ")[0]]
-            if nouns[0] not in taken and len(set(nouns)) == len(nouns) and verb not in nouns:
+            if not taken & set(nouns) and len({verb, *nouns}) == 1 + len(nouns):
                 break
+        if like and not like.key and r.chance(0.3):
+            nouns = [nouns[0], like.noun.split(" ")[0]]
         name, opaque = self._name(verb, nouns), r.chance(0.1)
         if opaque:
             w = self.lex.word(r)
@@ -245,7 +245,9 @@ class ToolMaker:
     # ---- parameters
     def _param_name(self) -> str:
         r, lex, x = self.r, self.lex, self.r.random()
-        if x < 0.5 or lex.held:
+        if lex.held:
+            name = r.pick(lex.params) if x < 0.7 else f"{r.pick(lex.params)}_{lex.word(r)}"
+        elif x < 0.5:
             name = r.pick(lex.params)
         elif x < 0.72:
             name = lex.coin(r)
@@ -302,7 +304,8 @@ class ToolMaker:
         """JSON Schema of a kind of value."""
         r = self.r
         if kind == "enum":
-            count, words = r.whole(2, 5), []
+            count = r.whole(2, 5)
+            words: list[str] = []
             while len(words) < count:
                 w = r.pick(self.lex.enums) if r.chance(0.6) else self.lex.word(r)
                 if w not in words:

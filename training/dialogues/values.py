@@ -37,6 +37,12 @@ _UNITS = (
     "km miles meters feet inches cm mm kg pounds grams ounces liters gallons hours minutes "
     "seconds days celsius fahrenheit kelvin yards tons"
 ).split()
+_COUNTRIES = (
+    "France Germany Spain Italy Portugal Norway Sweden Denmark Finland Poland Austria Switzerland "
+    "Ireland England Scotland Greece Turkey Egypt Morocco Kenya Nigeria India China Japan Korea "
+    "Thailand Vietnam Indonesia Australia Canada Mexico Brazil Argentina Chile Peru Colombia USA "
+    "UK Texas California Florida Ohio Bavaria Ontario"
+).split()
 _SYMBOLS = (
     "AAPL MSFT GOOG AMZN TSLA NVDA META NFLX IBM INTC AMD ORCL SAP BMW KO PEP DIS NKE V MA".split()
 )
@@ -191,7 +197,9 @@ class Values:
     def tangle(self) -> str:
         """Characters in no order, as in passwords and patterns; no blank at either end."""
         r = self.r
-        marks = "".join(r.pick(_MARKS) if r.chance(0.7) else r.pick(_UPPER) for _ in range(r.whole(1, 4)))
+        marks = "".join(
+            r.pick(_MARKS) if r.chance(0.7) else r.pick(_UPPER) for _ in range(r.whole(1, 4))
+        )
         return r.pick((f"{self.word()}{marks}{self.word()}", marks, f"{marks}{self.word()}"))
 
     def pieces(self) -> str:
@@ -231,9 +239,10 @@ class Values:
             return f"{self.capitalised_coin()} {self.capitalised_coin()}"
         if x < 0.91:
             return f"{self.city()}, {r.pick(_UPPER)}{r.pick(_UPPER)}"
-        if x < 0.95:
-            return f"{self.city()}, {self.city()}"
-        if x < 0.97:
+        if x < 0.96:
+            region = self.city() if self.lex.held or r.chance(0.4) else r.pick(_COUNTRIES)
+            return f"{self.city()}, {region}"
+        if x < 0.98:
             return self.city().lower()
         return self.exotic()
 
@@ -260,7 +269,11 @@ class Values:
             user = f"{self.given().lower()}{r.pick(('.', '_', ''))}{self.word()}"
         if r.chance(0.1):
             user += str(r.whole(1, 99))
-        host = self.word() if self.lex.held or r.chance(0.85) else r.pick(("example", "mail", "test", "company"))
+        host = (
+            self.word()
+            if self.lex.held or r.chance(0.85)
+            else r.pick(("example", "mail", "test", "company"))
+        )
         return f"{user}@{host}.{r.pick(_TOP_DOMAINS)}"
 
     def phone(self) -> str:
@@ -430,14 +443,16 @@ class Values:
         if r.chance(0.4):
             return self.filename()
         folders = [
-            r.pick(_DIRECTORIES) if not self.lex.held and r.chance(0.5) else self.word() for _ in range(r.whole(1, 3))
+            r.pick(_DIRECTORIES) if not self.lex.held and r.chance(0.5) else self.word()
+            for _ in range(r.whole(1, 3))
         ]
         return r.pick(("/", "/", "", "./", "~/", "../")) + "/".join([*folders, self.filename()])
 
     def dirpath(self) -> str:
         r = self.r
         folders = [
-            r.pick(_DIRECTORIES) if not self.lex.held and r.chance(0.5) else self.word() for _ in range(r.whole(1, 3))
+            r.pick(_DIRECTORIES) if not self.lex.held and r.chance(0.5) else self.word()
+            for _ in range(r.whole(1, 3))
         ]
         start = r.pick(("/", "/", "", "./", "~/", "../"))
         if r.chance(0.06):
