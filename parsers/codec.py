@@ -79,15 +79,24 @@ class Wire:
     Args:
         processor: the codec's, fresh.
         response: the codec's response class for the protocol.
+        vocabulary: of the model.
         request_id: id of the reply.
         model: name the reply carries.
         whole: accumulate a body instead of giving out JSON.
     """
 
     def __init__(
-        self, processor: Any, response: Any, *, request_id: str, model: str, whole: bool
+        self,
+        processor: Any,
+        response: Any,
+        vocabulary: Vocabulary,
+        *,
+        request_id: str,
+        model: str,
+        whole: bool,
     ) -> None:
         self._processor = processor
+        self._vocabulary = vocabulary
         self._response = response
         self._id = request_id
         self._model = model
@@ -109,8 +118,21 @@ class Wire:
     def tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
     ) -> list[str]:
-        """Push model tokens as they are; only real special tokens act as markers."""
-        return self._push(recipe.InferenceChunk.tokens(token_ids, logprobs))
+        """Push model tokens as they are; only real special tokens act as markers.
+
+        The codec keeps all of a push that ends in half a character, and drops it all should the
+        output end there. So the halves at the end are pushed one by one, after the rest.
+        """
+        end = len(token_ids)
+        while end and self._vocabulary.text_of(token_ids[end - 1]) is None:
+            end -= 1
+        if end in (0, len(token_ids)) and len(token_ids) - end < 2:
+            return self._push(recipe.InferenceChunk.tokens(token_ids, logprobs))
+        out = self.tokens(token_ids[:end], logprobs and logprobs[:end]) if end else []
+        for i in range(end, len(token_ids)):
+            if not self.finished:
+                out += self.tokens(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+        return out
 
     def text(self, text: str, count: int = 0) -> list[str]:
         """Push text, in which spelled markers act as markers; it counts as ``count`` tokens."""
@@ -236,6 +258,7 @@ class Codec:
             model=request.model,
             ignored=request.ignored,
             eos_token_ids=self.model.eos_token_ids,
+            stepwise=bool(parsing.stop_sequences) or not request.parallel_calls,
         )
 
     def _convert(self, body: dict[str, Any]) -> Any:
@@ -299,7 +322,6 @@ class Codec:
             choice=request.tool_choice,
             reasoning=stage is not None and stage.starts_in_reasoning(),
             forced=forced,
-            stops=bool(parsing.stop_sequences),
         )
 
     def _wire(self, converted: Any, parsing: Any, exchange_id: str, model: str) -> Wire:
@@ -308,6 +330,7 @@ class Codec:
         return Wire(
             processor,
             recipe.ChatCompletionResponse,
+            self.vocabulary,
             request_id=exchange_id,
             model=model,
             whole=not converted.stream,

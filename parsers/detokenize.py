@@ -8,7 +8,6 @@ the codec writes.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +23,7 @@ from parsers.dialects import (
 )
 from parsers.errors import BootError
 
+_REPLACEMENT = "\ufffd"
 _SENTINELS = {MARK_TEXT: MARK, THINK_END_TEXT: THINK_END}
 
 
@@ -54,6 +54,7 @@ class Vocabulary:
 
     def __init__(self, table: list[bytes | None], added: dict[str, int]) -> None:
         self._table = table
+        self._added = added
         self._texts = [None if raw is None else _whole(raw) for raw in table]
         for spelling, id_ in added.items():
             self._texts[id_] = _SENTINELS.get(spelling, spelling)
@@ -106,6 +107,14 @@ class Vocabulary:
         """Return an id's text in the parser's alphabet; None where it is not whole characters."""
         return self._texts[token_id] if 0 <= token_id < len(self._texts) else None
 
+    def special(self, spelling: str) -> int:
+        """Return the id of a special token.
+
+        Raises:
+            KeyError: the tokenizer has none of this spelling.
+        """
+        return self._added[spelling]
+
     def spell(self, text: str) -> list[int]:
         """Return ids for a text, one per byte: as tokens, nothing in it can be a marker."""
         return [self._bytes[byte] for byte in text.encode()]
@@ -114,30 +123,34 @@ class Vocabulary:
 class Detokenizer:
     """An incremental decoder of one output.
 
+    Does what the codec's does: bytes are held as long as they end in half a character or in one
+    that is U+FFFD (which cannot be told apart there), any special token lets them go, and those
+    held at the end of the output are dropped.
+
     Args:
         vocabulary: of the model.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = False
+        self._held = b""
 
     def push(self, token_id: int) -> str:
-        """Return the text an id completes; an id that is not in the vocabulary has none.
-
-        Half a character is held until it is whole; one that can not become whole is U+FFFD, one
-        at the end of the output is dropped, both as the codec does.
-        """
+        """Return the text an id completes; an id that is not in the vocabulary has none."""
         text = self._vocabulary.text_of(token_id)
-        if text is None:
-            raw = self._vocabulary.bytes_of(token_id) or b""
-            text = self._decoder.decode(raw)
-            self._pending = bool(self._decoder.getstate()[0])
+        if text is not None:
+            if self._held:
+                text = self._held.decode("utf-8", "replace") + text
+                self._held = b""
             return text
-        if self._pending:
-            self._pending = False
-            return self._decoder.decode(b"", final=True) + text
+        raw = self._vocabulary.bytes_of(token_id)
+        if raw is None:
+            return ""
+        self._held += raw
+        text = self._held.decode("utf-8", "replace")
+        if text.endswith(_REPLACEMENT):
+            return ""
+        self._held = b""
         return text
 
     def text(self, token_ids: Iterable[int]) -> str:
@@ -147,9 +160,10 @@ class Detokenizer:
 
 def _whole(raw: bytes) -> str | None:
     try:
-        return raw.decode()
+        text = raw.decode()
     except UnicodeDecodeError:
         return None
+    return None if text.endswith(_REPLACEMENT) else text
 
 
 def _matters(text: str) -> bool:

@@ -36,7 +36,7 @@ from parsers.events import (
     Text,
     ThinkEnd,
 )
-from parsers.tags import read_closer, read_opener
+from parsers.tags import Reading, read_closer, read_opener
 
 _TRIGGER = re.compile(f"[{MARK}{THINK_END}]|[|｜]DSML[|｜]")
 _TICKS = re.compile("`+")
@@ -56,6 +56,7 @@ class DsmlParser:
         self._buffer = ""
         self._out: list[Event] = []
         self._state: Callable[[bool], bool] = self._outside
+        self._tried = 0  # how much of the buffer the last try at an unfinished tag has seen
         self._ticks = 0
         self._fenced = False
 
@@ -94,7 +95,16 @@ class DsmlParser:
 
     def _take(self, end: int) -> str:
         raw, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._tried = 0
         return raw
+
+    def _read_tag(self, size: int, final: bool) -> Reading:
+        """Read the tag at the head of the buffer, after its ``<M`` or ``</M``."""
+        if size == 3:
+            return read_closer(self._buffer, size, final=final)
+        tag = read_opener(self._buffer, size, final=final, tried=self._tried)
+        self._tried = len(self._buffer) if tag == "more" else 0
+        return tag
 
     # Each state handler returns whether it got on; False waits for more text.
 
@@ -120,7 +130,7 @@ class DsmlParser:
 
     def _tag_outside(self, size: int, final: bool) -> bool:
         closing = size == 3
-        tag = (read_closer if closing else read_opener)(self._buffer, size, final=final)
+        tag = self._read_tag(size, final)
         if tag == "more":
             return False
         if tag == "none":
@@ -151,7 +161,7 @@ class DsmlParser:
         if size == 0:
             return False
         closing = size == 3
-        tag = (read_closer if closing else read_opener)(self._buffer, size, final=final)
+        tag = self._read_tag(size, final)
         if tag == "more":
             return False
         if tag == "none":
@@ -172,7 +182,7 @@ class DsmlParser:
         if size == 0:
             return False
         closing = size == 3
-        tag = (read_closer if closing else read_opener)(self._buffer, size, final=final)
+        tag = self._read_tag(size, final)
         if tag == "more":
             return False
         if tag == "none":

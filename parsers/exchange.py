@@ -55,6 +55,7 @@ class Exchange:
         model: str,
         ignored: tuple[str, ...],
         eos_token_ids: tuple[int, ...],
+        stepwise: bool,
         pipeline: Pipeline | None,
     ) -> None:
         self.protocol = protocol
@@ -66,17 +67,21 @@ class Exchange:
         self.ignored = ignored
         self.error: ReplyError | None = None
         self._wire = wire
+        # A reply that may end before the engine does is fed token by token: what comes after its
+        # end in the same step must leave no trace, in the usage as little as in the report.
+        self._stepwise = stepwise
         self._pipeline = pipeline
         self._report = Report() if pipeline is None else pipeline.gate.report
         self._eos = frozenset(eos_token_ids)
         self._ended = False
+        self._over = False
         self._received = 0
         self._completion_tokens: int | None = None
 
     @property
     def finished(self) -> bool:
         """Whether no more tokens are wanted: stop the engine, then call ``close``."""
-        return self._ended or self._wire.finished
+        return self._ended or self._over or self._wire.finished
 
     def start(self, prompt_tokens: int, cached_tokens: int) -> list[bytes]:
         """Open the reply.
@@ -110,7 +115,21 @@ class Exchange:
             end = next(i for i, id_ in enumerate(token_ids) if id_ in self._eos)
             token_ids, logprobs = token_ids[:end], logprobs and logprobs[:end]
             self._ended = True
-        if not token_ids:
+        if self.sampling.top_logprobs is None:
+            logprobs = None  # the codec writes what it is given, asked for or not
+        if self._stepwise and len(token_ids) > 1:
+            return [
+                frame
+                for i in range(len(token_ids))
+                for frame in self._receive(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+            ]
+        return self._receive(token_ids, logprobs)
+
+    def _receive(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[bytes]:
+        over = self._over or self._wire.finished
+        if over or not token_ids:
             return []
         self._received += len(token_ids)
         if self._pipeline is None:
@@ -120,7 +139,7 @@ class Exchange:
             gate = self._pipeline.gate
             if gate.error is not None:
                 return self._refuse(chunks, gate.error)
-            self._ended = self._ended or gate.satisfied
+            self._over = gate.satisfied
         if chunks and self._wire.finished:  # a stop sequence: the codec wrote its last chunk
             chunks[-1] = self._seal(chunks[-1])
         return self._frames(chunks)
@@ -179,7 +198,7 @@ class Exchange:
         return self._report
 
     def _refuse(self, chunks: list[str], error: ReplyError) -> list[bytes]:
-        self.error = error
+        self.error, self._over = error, True
         return self._frames(chunks) + self._end_in(error)
 
     def _end_in(self, error: ClientError) -> list[bytes]:

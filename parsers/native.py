@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from parsers.dialects import mark_text, spell
+from parsers.dialects import THINK_END, mark_text, spell
 from parsers.dsml import DsmlParser
 from parsers.gate import ToolGate
-from parsers.policy import Action, Doubt, GatePolicy
+from parsers.policy import Action, Doubt, Hold
 from parsers.toolset import ToolSet
 from parsers.values import ToolChoice
+
+if TYPE_CHECKING:
+    from parsers.codec import Codec
 
 _PIECE = 4096  # characters fed at once, so that the parser's buffer stays small
 
@@ -48,14 +51,6 @@ class ParsedCalls:
 
     normal_text: str
     calls: tuple[ParsedCall, ...]
-
-    def body(self) -> bytes:
-        """Return the JSON body of SGLang's reply."""
-        calls = [
-            {"tool_index": c.tool_index, "name": c.name, "parameters": c.parameters}
-            for c in self.calls
-        ]
-        return orjson.dumps({"normal_text": self.normal_text, "calls": calls})
 
 
 class _Collector:
@@ -96,18 +91,15 @@ class _Collector:
         self.calls[-1][1].append("{}" if empty else "}")
 
 
-def parse_function_call(
-    text: str,
-    tools: Sequence[Mapping[str, Any]],
-    policy: GatePolicy = GatePolicy(doubtful_block=Doubt.CALL, stray_marker=Action.PASS),  # noqa: B008 -- frozen
-) -> ParsedCalls:
+def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedCalls:
     """Find the calls in a text that a model wrote; any spelling of the markers counts.
 
     Args:
+        codec: whose gate policy mends arguments; what it says of undeclared tools, doubtful blocks
+            and stray markers does not apply, for the caller wants to see them.
         text: the output, with or without its reasoning.
         tools: function tools in the Chat Completions form; without any, the text is returned as
             it is.
-        policy: the gate's rules; undeclared tools are passed whatever it says.
 
     Returns:
         The text around the calls, without ``</think>``, and the calls. Text after the calls is
@@ -115,12 +107,19 @@ def parse_function_call(
     """
     if not tools:
         return ParsedCalls(text, ())
+    policy = replace(
+        codec.policy,
+        undeclared_tool=Action.PASS,
+        doubtful_block=Doubt.CALL,
+        stray_marker=Action.PASS,
+        hold=Hold.PARAMETER,
+    )
     marked = mark_text(text)
     sink = _Collector(marked)
     names = ToolSet(tools)
     gate = ToolGate(
         names,
-        replace(policy, undeclared_tool=Action.PASS),
+        policy,
         sink,
         reasoning=False,
         choice=ToolChoice(),
@@ -130,7 +129,7 @@ def parse_function_call(
         for event in parser.feed(piece):
             gate.handle(event)
     gate.close(parser.close(), "length")
-    normal = spell("".join(sink.text).replace("\ud801", ""))
+    normal = spell("".join(sink.text).replace(THINK_END, ""))
     calls = (ParsedCall(names.index(name), name, "".join(json)) for name, json in sink.calls)
     return ParsedCalls(normal, tuple(calls))
 

@@ -36,8 +36,6 @@ class Pipeline:
         choice: which calls the request asks for.
         reasoning: the output starts inside the reasoning.
         forced: the prompt has opened the block of calls.
-        stops: the request has stop sequences; what comes after one is not looked at, so tokens are
-            then taken one by one.
     """
 
     def __init__(
@@ -51,10 +49,8 @@ class Pipeline:
         choice: ToolChoice,
         reasoning: bool,
         forced: bool,
-        stops: bool,
     ) -> None:
         self._wire = wire
-        self._one_by_one = stops
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary)
         self._parser = DsmlParser(reasoning=reasoning, forced=forced)
@@ -76,8 +72,6 @@ class Pipeline:
             if not gate.spoke and not gate.reasoning:
                 gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
             return self._wire.tokens(token_ids, logprobs)
-        if self._one_by_one and len(token_ids) > 1:
-            return self._receive_each(token_ids, logprobs)
         text = ""
         for token_id, logprob in zip(token_ids, logprobs or repeat(None), strict=False):
             piece = self._detokenizer.push(token_id)
@@ -86,16 +80,6 @@ class Pipeline:
         for event in parser.feed(text):
             gate.handle(event)
         return stitch.flush()
-
-    def _receive_each(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> list[str]:
-        chunks: list[str] = []
-        for i, token_id in enumerate(token_ids):
-            if self._wire.finished:
-                break
-            chunks += self.receive((token_id,), logprobs and logprobs[i : i + 1])
-        return chunks
 
     def close(self, finish: Finish) -> list[str]:
         """End the output; return the chunks of what was held.

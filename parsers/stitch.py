@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from parsers.detokenize import Vocabulary
-from parsers.dialects import THINK_END_TEXT, Dialect, spell
+from parsers.dialects import MARK_TEXT, THINK_END_TEXT, Dialect, spell
 from parsers.jsontext import key_text
 
 if TYPE_CHECKING:
@@ -101,13 +101,17 @@ class Stitch:
 
     def end_reasoning(self) -> None:
         """See ``parsers.sink``."""
-        self._mark(THINK_END_TEXT)
+        self._emit(self._vocabulary.special(THINK_END_TEXT), None)
 
     def open_call(self, name: str) -> None:
         """See ``parsers.sink``."""
         if not self._block_open:
+            # The marker as a token: the codec lets text overtake half a character it holds.
             self._block_open = True
-            self._mark(self._dialect.opening())
+            for token_id in self._vocabulary.spell("<"):
+                self._emit(token_id, None)
+            self._emit(self._vocabulary.special(MARK_TEXT), None)
+            self._mark(self._dialect.opening().removeprefix(f"<{MARK_TEXT}"))
         self._mark(self._dialect.invoke(name))
 
     def key(self, name: str, *, first: bool) -> None:

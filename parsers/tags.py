@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from parsers.dialects import BLOCK_NAMES, MARK, THINK_END
 
-LONGEST_TAG = 1024
+LONGEST_TAG = 512
 """Characters after which a tag that does not end is taken for text."""
 
 
@@ -31,10 +31,12 @@ _CLOSER = re.compile(r"\s{0,2}([A-Za-z_]*)(\s*>)?")
 _ATTRIBUTES = re.compile(r"\s*(?:>|[A-Za-z_]+\s*(?:=|\Z)|\Z)")
 _STOP = re.compile(f"</?{MARK}|[{MARK}{THINK_END}]")
 
+_ATTRIBUTE_LIST = re.compile(r"""(?:\s+[\w-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'>]+))*\s*""")
+_BEFORE = r"""(?:[^"'>]|"[^"]*"|'[^']*')*?\bname\s*=\s*"""
 _INVOKE = (
-    re.compile(r"""[^"'>]*?\bname\s*=\s*"([^"]*)"[^>]*"""),
-    re.compile(r"""[^"'>]*?\bname\s*=\s*'([^']*)'[^>]*"""),
-    re.compile(r"""[^"'>]*?\bname\s*=\s*([^\s"'>]+)[^"'>]*"""),
+    re.compile(_BEFORE + r"""\"(?P<name>[^"]*)"[^>]*"""),
+    re.compile(_BEFORE + r"""'(?P<name>[^']*)'[^>]*"""),
+    re.compile(_BEFORE + r"""(?P<name>[^\s"'>]+)[^"'>]*"""),
 )
 # In the order tried. The codec writes a parameter's name raw, whatever it holds, so the name ends
 # only where a string attribute follows; the last of two string attributes counts, as there.
@@ -51,6 +53,7 @@ _PARAMETER = (
     re.compile(_NAME + r"""'(?P<name>[^']*)'\s*"""),
     re.compile(_NAME + r"""(?P<name>[^\s"'>]+)\s*"""),
 )
+_FORMS = {"invoke": _INVOKE, "parameter": _PARAMETER}
 _STRING = {"true": True, "false": False}
 
 
@@ -66,8 +69,15 @@ def read_closer(text: str, start: int, *, final: bool) -> Reading:
     return Tag(_kind(found[1]), found.end())
 
 
-def read_opener(text: str, start: int, *, final: bool) -> Reading:
-    """Read an opening tag whose marker ends at ``start``."""
+def read_opener(text: str, start: int, *, final: bool, tried: int = 0) -> Reading:
+    """Read an opening tag whose marker ends at ``start``.
+
+    Args:
+        text: holds the tag, perhaps not all of it.
+        start: where the tag's name begins.
+        final: nothing comes after ``text``.
+        tried: how much of ``text`` was there at the last try, which gave ``more``.
+    """
     word = _WORD.match(text, start)
     assert word is not None
     kind = _kind(word[1])
@@ -82,13 +92,13 @@ def read_opener(text: str, start: int, *, final: bool) -> Reading:
         return Tag(kind, text.index(">", word.end()) + 1) if rest.startswith(">") else "none"
     if _ATTRIBUTES.match(text, word.end()) is None:
         return "none"
-    return _read_attributes(kind, text, word.end(), final=final)
+    return _read_attributes(kind, text, word.end(), final=final, tried=tried)
 
 
-def _read_attributes(kind: str, text: str, start: int, *, final: bool) -> Reading:
+def _read_attributes(kind: str, text: str, start: int, *, final: bool, tried: int) -> Reading:
     stop = _STOP.search(text, start)
     limit = min(stop.start() if stop else len(text), start + LONGEST_TAG)
-    first = close = text.find(">", start, limit)
+    close = text.find(">", max(start, tried), limit)
     while close >= 0:
         tag = _complete(kind, text[start:close], close + 1)
         if tag is not None:
@@ -97,22 +107,18 @@ def _read_attributes(kind: str, text: str, start: int, *, final: bool) -> Readin
     if limit == len(text) and not final:
         return "more"
     # It will never make sense: a tag without a readable name up to its first ">", or no tag.
+    first = text.find(">", start, limit)
     return Tag(kind, first + 1) if first >= 0 else "none"
 
 
 def _complete(kind: str, attributes: str, end: int) -> Tag | None:
-    if kind == "invoke":
-        if not attributes.strip():
-            return Tag(kind, end)
-        for form in _INVOKE:
-            if found := form.fullmatch(attributes):
-                return Tag(kind, end, found[1])
-        return None
-    for form in _PARAMETER:
+    """Return the tag, if what stands before a ``>`` is all of it."""
+    for form in _FORMS[kind]:
         if found := form.fullmatch(attributes):
-            string = found.groupdict().get("string")
-            return Tag(kind, end, found["name"], _STRING.get((string or "").lower()))
-    return None
+            said = found.groupdict()
+            return Tag(kind, end, said["name"], _STRING.get((said.get("string") or "").lower()))
+    # Whole attributes, but no name among them: the tag ends all the same.
+    return Tag(kind, end) if _ATTRIBUTE_LIST.fullmatch(attributes) else None
 
 
 def _kind(word: str) -> str:
