@@ -142,7 +142,8 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """Give a request up: no delta follows, its memory is free before the next step.
 
-        Idempotent, and harmless for an id that is not open.
+        Idempotent, and harmless for an id that is not open. A request is open until its last delta
+        is sent off, so that one delta may still arrive if the abort came just after.
         """
         with self._lock:
             entry = self._open.pop(request_id, None)

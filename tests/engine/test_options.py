@@ -1,0 +1,62 @@
+"""EngineConfig: ranges and what follows from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import EngineError
+from engine.options import EngineConfig
+
+
+def test_all_problems_are_named_at_once() -> None:
+    """Each value out of range stands in the one message, with what is accepted and what came."""
+    with pytest.raises(EngineError) as error:
+        EngineConfig(max_num_seqs=0, block_size=-1, cpu_threads=0, device="tpu")  # type: ignore[arg-type]
+
+    assert str(error.value) == (
+        "engine options: max_num_seqs: expected at least 1, got 0;"
+        " block_size: expected at least 1, got -1;"
+        " cpu_threads: expected at least 1, got 0;"
+        " device: expected one of auto, cpu, cuda, got 'tpu'"
+    )
+
+
+def test_a_step_has_a_row_for_every_stream_and_one_more() -> None:
+    """A budget that running streams alone fill would starve prompts."""
+    EngineConfig(max_num_seqs=8, max_batched_tokens=9)
+
+    with pytest.raises(EngineError, match="max_batched_tokens: expected at least 9, got 8"):
+        EngineConfig(max_num_seqs=8, max_batched_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "context", "served"), [(None, 4096, 4096), (100, 4096, 100), (4096, 4096, 4096)]
+)
+def test_the_context_is_the_models_or_less(asked: int | None, context: int, served: int) -> None:
+    """Unset, the model's context is served; set, at most that."""
+    assert EngineConfig(max_model_len=asked).resolve_max_model_len(context) == served
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "context", "want"),
+    [(128, None, 4096, 512), (128, None, 1_048_576, 8192), (100, None, 70_001, 701), (4, 9, 33, 9)],
+)
+def test_the_pool_holds_at_least_one_full_context(
+    block_size: int, num_blocks: int | None, context: int, want: int
+) -> None:
+    """By default 65,536 positions or one context, whichever is more, in whole blocks."""
+    options = EngineConfig(block_size=block_size, num_blocks=num_blocks)
+
+    assert options.resolve_num_blocks(context) == want
+
+
+def test_a_pool_too_small_for_one_request_is_refused() -> None:
+    """A request that could never end is not accepted by way of a small pool."""
+    with pytest.raises(EngineError, match="33 needs 9 blocks of 4 positions, got 8; raise num_bl"):
+        EngineConfig(block_size=4, num_blocks=8).resolve_num_blocks(33)
+
+
+@pytest.mark.parametrize(("asked", "cores", "want"), [(None, 2, 1), (None, 1, 1), (3, 2, 3)])
+def test_one_core_is_left_to_the_event_loop(asked: int | None, cores: int, want: int) -> None:
+    """Unset, the model's threads are one fewer than the cores; set, what was set."""
+    assert EngineConfig(cpu_threads=asked).resolve_cpu_threads(cores) == want
