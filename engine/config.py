@@ -514,6 +514,9 @@ def _problems(c: ModelConfig) -> Iterator[str]:
         yield f"o_groups: {_want(f'a divisor of the {c.num_attention_heads} heads', c.o_groups)}"
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > c.head_dim:
         yield f"qk_rope_head_dim: {_want(f'an even number <= {c.head_dim}', c.qk_rope_head_dim)}"
+    for name in ("head_dim", "index_head_dim"):
+        if getattr(c, name) % 2 and getattr(c, name) != 1:  # 1 stands for "no indexer"
+            yield f"{name}: {_want('an even number', getattr(c, name))}"
     if c.num_experts_per_tok > c.n_routed_experts:
         got = c.num_experts_per_tok
         yield f"num_experts_per_tok: {_want(f'at most {c.n_routed_experts}', got)}"
@@ -565,11 +568,12 @@ def _source_problems(c: ModelConfig) -> Iterator[str]:
         source = max((i for i in c.kv_source_layer_ids if i <= index), default=None)
         if ratio and (source is None or ratios[source] != ratio):
             seen = "none" if source is None else f"layer {source} of ratio {ratios[source]}"
-            yield f"kv_source_layer_ids: {_want(f'a source of ratio {ratio} for layer {index}', seen)}"
+            wanted = f"expected a source of ratio {ratio} for layer {index}"
+            yield f"kv_source_layer_ids: {wanted}, got {seen}"
     index_sources = set(c.index_source_layer_ids)
     if index_sources and not set(c.kv_source_layer_ids) <= index_sources:
         missing = sorted(set(c.kv_source_layer_ids) - index_sources)
-        yield f"index_source_layer_ids: {_want('every KV source among them', f'none of {missing}')}"
+        yield f"index_source_layer_ids: expected every KV source among them, got none of {missing}"
     candidate = c.candidate_source_layer_id
     if candidate is not None and candidate not in index_sources:
         yield f"candidate_source_layer_id: {_want('an index source', candidate)}"

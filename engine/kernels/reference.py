@@ -82,7 +82,7 @@ def rope_(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate, in place, the last 2 * R dimensions of x [T, (heads,) D] as adjacent pairs.
 
     Args:
-        x: contiguous in its last dimension.
+        x: contiguous in its last dimension; D is even.
         turns: complex [T, R]; its conjugate undoes the rotation.
     """
     dims = turns.shape[-1]
