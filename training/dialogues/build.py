@@ -76,7 +76,7 @@ def _lexicon(held: bool, pieces: bool) -> Lexicon:
 
 
 @cache
-def _demo_texts() -> frozenset[str]:
+def demo_texts() -> frozenset[str]:
     """User messages of the demo questions: no dialogue may contain one of them."""
     if not _DEMO.exists():
         return frozenset()
@@ -103,8 +103,13 @@ def make(seed: int, split: Split = Split.TRAIN, pieces: bool = True) -> Dialogue
     while True:
         dialogue = _Builder(rng, _lexicon(split is Split.HELD_OUT, pieces)).dialogue()
         users = (m["content"].lower() for m in dialogue.body["messages"] if m["role"] == "user")
-        if not any(u in _demo_texts() for u in users):
+        if not any(u in demo_texts() for u in users):
             return dialogue
+
+
+def _owned(key: str, tools: list[Tool]) -> bool:
+    """Whether an invented tool already owns a word of the catalogue tool's name."""
+    return any(t.words & set(key.split("_")) for t in tools)
 
 
 class _Builder:
@@ -135,18 +140,13 @@ class _Builder:
             if r.chance(common):
                 declared = [t.key for t in tools if t.key]
                 key = r.pick(catalogue.weighted_keys())
-                if not catalogue.clash(key, declared) and not self._mentioned(key):
+                if not catalogue.clash(key, declared) and not _owned(key, tools):
                     tools.append(catalogue.tool(r, self.values, key, self.taken))
-                    self.taken.update(key.split("_"))
                     continue
             like = r.pick(tools) if tools and r.chance(0.3) else None
             tools.append(self.maker.tool(self.taken, like, few=count > 4))
         r.shuffle(tools)
         return tools
-
-    def _mentioned(self, key: str) -> bool:
-        """Whether an invented tool already owns a word of the catalogue tool's name."""
-        return any(w in self.taken for w in key.split("_"))
 
     # ---- assistant messages
     def _assistant(self, kind: str, reasoning: str, content: str, **more: Any) -> None:
@@ -213,7 +213,7 @@ class _Builder:
         declared = [t.key for t in tools if t.key]
         keys = [] if self.held else [
             k for k in (r.pick(catalogue.weighted_keys()) for _ in range(3))
-            if catalogue.foreign(k, declared) and not self._mentioned(k)
+            if catalogue.foreign(k, declared) and not _owned(k, tools)
         ]  # fmt: skip
         if keys and r.chance(0.5):
             asked = catalogue.tool(r, self.values, keys[0], set(self.taken))

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from training.dialogues.lexicon import Rng
+from training.dialogues.lexicon import Rng, parts
 from training.dialogues.tools import TYPE_OF_KIND, Json, Param, Tool, declare, described, spoken
 from training.dialogues.values import Values
 
@@ -94,12 +94,13 @@ def foreign(key: str, declared: list[str]) -> bool:
 
 
 def tool(r: Rng, values: Values, key: str, taken: set[str]) -> Tool:
-    """One declaration of a catalogue tool under a free name."""
+    """One declaration of a catalogue tool under a free name; its words are added to `taken`."""
     entry = entries()[key]
     name = r.pick(entry["names"])
     while name in taken:
         name = f"{r.pick(entry['names'])}_{r.whole(2, 99)}"
-    taken.add(name)
+    about = r.pick(entry["about"]) if r.chance(0.88) else None
+    taken.update((name, *parts(name), *parts(about or "")))
     params: list[Param] = []
     used: set[str] = set()
     for role in entry["roles"]:
@@ -113,7 +114,6 @@ def tool(r: Rng, values: Values, key: str, taken: set[str]) -> Tool:
         params.append(_param(r, role, pname, optional))
     if len(params) > 1 and r.chance(0.08):
         r.shuffle(params)
-    about = r.pick(entry["about"]) if r.chance(0.88) else None
     if about and r.chance(0.2):
         about += "."
     declaration = declare(r, name, about, params, values)

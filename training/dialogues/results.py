@@ -20,7 +20,7 @@ _SHOWN = 5
 _SENTENCE = re.compile(r"[^.?!\n]*[.?!](?=\s|$)")
 _KINDS = (
     "integer integer number number word word code person place title phrase status bool date time "
-    "email path url money percent version exotic exotic pieces pieces pieces tangle"
+    "email path url money percent version exotic pieces pieces pieces tangle"
 ).split()
 
 

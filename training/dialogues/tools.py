@@ -128,7 +128,7 @@ TYPE_OF_KIND = {
 }  # fmt: skip
 _FREE_KINDS = (
     "word word phrase phrase title text code place person date time email path url query exotic "
-    "identifier capital filename version id pieces pieces pieces pieces tangle exotic"
+    "identifier capital filename version id pieces pieces pieces pieces tangle"
 ).split()
 _PARAM_ABOUT = (
     "The {p}", "The {p}", "{P}", "{P}", "Value of {p}", "The {p} to use", "{P} of the {n}",
