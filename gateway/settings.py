@@ -203,7 +203,7 @@ class Settings:
 def flags() -> list[tuple[str, str, str]]:
     """List (field, flag, help) of every setting, for a command line."""
     return [
-        (item.name, _flag(item.name), f"{item.metadata['rule'].about} [{_shown(item.default)}]")
+        (item.name, _flag(item.name), item.metadata["rule"].about + _shown(item.default))
         for item in fields(Settings)
     ]
 
@@ -214,8 +214,8 @@ def _flag(field_name: str) -> str:
 
 def _shown(default: Any) -> str:
     if default is None or default == ():
-        return "none"
-    return "the one that ships" if default == TINY_CHECKPOINT else str(default)
+        return ""
+    return " [the one that ships]" if default == TINY_CHECKPOINT else f" [{default}]"
 
 
 def _parse(item: Field[Any], text: str, *, source: str) -> Any:

@@ -160,6 +160,23 @@ def test_a_whole_reply_carries_the_script(info: ModelInfo) -> None:
     assert body["usage"]["prompt_tokens"] > 0
 
 
+def test_a_reply_cut_by_its_limit_says_so(info: ModelInfo) -> None:
+    """`length` is told apart from `stop`, streamed and whole."""
+
+    async def main() -> tuple[Any, list[Any]]:
+        async with running(ScriptedBackend([text_line("Hello")], info)) as app:
+            _, whole = await call(app, CHAT, chat_body(max_tokens=3))
+            one = RawCall(app, CHAT, orjson.dumps(chat_body(max_tokens=3, stream=True)))
+            await one.start()
+            return whole, data_frames(await one.rest())
+
+    whole, frames = run(main())
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["message"]["content"] == content_of(frames) == "Hel"
+    assert frames[-2]["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 3
+
+
 def test_stream_and_whole_say_the_same(info: ModelInfo) -> None:
     """A tool call with reasoning is the same message in both forms."""
     output = f"I look.</think>Let me see.\n\n{CALL}"

@@ -189,6 +189,14 @@ class TestDoctor:
         assert f"conformance in {foreign}" in result.stdout
 
 
+def test_the_engines_commands_are_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bathyal engine ...` hands everything on, flags and exit status included."""
+    assert main(["engine", "inspect", "/no/such/checkpoint"]) == 2
+    assert "bathyal engine inspect: /no/such/checkpoint" in capsys.readouterr().err
+    assert main(["engine", "--help"]) == 0
+    assert "bathyal engine" in capsys.readouterr().out
+
+
 def test_misuse_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown command or flag shows the usage."""
     for arguments in ([], ["sevre"], ["serve", "--prot", "1"]):
