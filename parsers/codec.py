@@ -264,7 +264,9 @@ class Codec:
     def _convert(self, body: dict[str, Any]) -> Any:
         try:
             request = recipe.ChatCompletionRequest(orjson.dumps(body))
-        except (ValueError, TypeError, OverflowError) as error:
+        except orjson.JSONEncodeError:  # it writes fewer levels than it reads
+            raise ClientError("request body: nesting is too deep") from None
+        except ValueError as error:
             raise ClientError(str(error)) from None
         try:
             return request.convert(self._options)
