@@ -1,0 +1,1 @@
+"""The three protocols: rendering requests, observing replies."""

@@ -1,0 +1,272 @@
+"""Runs variants against an endpoint: render, send, observe, judge.
+
+Knows no protocol (render and the observers do) and no output format (report/ does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from conformance import baseline, load
+from conformance.checks import CHECKS, cross
+from conformance.client import Exchange, Request, Sender
+from conformance.model import Level, Outcome, Result, Variant, Verdict
+from conformance.protocols import observation
+from conformance.protocols.observation import Observation
+from conformance.protocols.render import OBSERVERS, render
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run.
+
+    Attributes:
+        model: Model name to ask for.
+        concurrency: Exchanges in flight; 1 where an upstream plays one script at a time.
+        repeats: Runs of each live variant.
+        seed: Sent with live requests, plus the number of the repeat.
+        unsupported: Features the endpoint declares not to have; cases that need one are skipped.
+        before: Called with each variant before it is sent (an upstream chooses its script here).
+        parse_path: Path of the parsing endpoint, which tells its shape.
+    """
+
+    model: str
+    concurrency: int = 8
+    repeats: int = 1
+    seed: int = 0
+    unsupported: frozenset[str] = frozenset()
+    before: Callable[[Variant], None] | None = None
+    parse_path: str = "/parse_function_call"
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything a run found out.
+
+    Attributes:
+        results: One per variant, in the order of the variants given.
+        stale: Entries of the expected-failures file that announce nothing any more.
+        elapsed_s: Wall time, seconds.
+        meta: What was run: endpoint, model, versions, command.
+    """
+
+    results: list[Result]
+    stale: list[baseline.Entry]
+    elapsed_s: float
+    meta: dict[str, Any]
+
+    @property
+    def failed(self) -> bool:
+        """True for an unexpected failure, an error or a stale entry."""
+        bad = {Verdict.FAIL, Verdict.ERROR}
+        return bool(self.stale) or any(
+            outcome.verdict in bad and not outcome.expected
+            for result in self.results
+            for outcome in result.outcomes
+        )
+
+    def counts(self) -> dict[Verdict, int]:
+        """Number of variants by verdict; one whose failures were all announced counts as warn."""
+        counts = dict.fromkeys(Verdict, 0)
+        for result in self.results:
+            counts[verdict_of(result)] += 1
+        return counts
+
+
+def verdict_of(result: Result) -> Verdict:
+    """The verdict of a variant with announced failures softened to warn."""
+    softened = [
+        replace(o, verdict=Verdict.WARN) if o.expected and o.verdict is Verdict.FAIL else o
+        for o in result.outcomes
+    ]
+    return Result(result.variant, softened).verdict
+
+
+async def run(
+    variants: Sequence[Variant],
+    sender: Sender,
+    options: Options,
+    *,
+    expected: Iterable[baseline.Entry] = (),
+    progress: Callable[[Result], None] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Run:
+    """Runs variants and judges them.
+
+    Args:
+        variants: What to run.
+        sender: Where to.
+        options: How.
+        expected: Entries of an expected-failures file.
+        progress: Called with each result as it is there (cross checks come later).
+        meta: Added to the run's meta.
+    """
+    began = time.perf_counter()
+    tools = load.load_tools()
+    results: list[Result | None] = [None] * len(variants)
+    seen: dict[str, Observation] = {}
+    todo = iter(enumerate(variants))
+
+    async def work() -> None:
+        for number, variant in todo:
+            result, last = await _variant(variant, sender, options, tools)
+            results[number] = result
+            if last is not None:
+                seen[variant.id] = last
+            if progress is not None:
+                progress(result)
+
+    await asyncio.gather(*(work() for _ in range(max(1, options.concurrency))))
+    done = [result for result in results if result is not None]
+    _cross(done, seen)
+    stale = baseline.apply(expected, done)
+    return Run(done, stale, time.perf_counter() - began, dict(meta or {}))
+
+
+async def _variant(
+    variant: Variant, sender: Sender, options: Options, tools: Mapping[str, Mapping[str, Any]]
+) -> tuple[Result, Observation | None]:
+    missing = ({variant.protocol, *variant.case.needs}) & options.unsupported
+    if missing:
+        reason = f"declared unsupported: {', '.join(sorted(missing))}"
+        return Result(variant, [_outcome(variant, "case", Verdict.SKIP, reason)]), None
+    began = time.perf_counter()
+    live = variant.case.tier == "live"
+    rounds: list[list[Outcome]] = []
+    last: Observation | None = None
+    kept: Exchange | None = None
+    for number in range(options.repeats if live else 1):
+        last = await observe(variant, sender, options, tools, options.seed + number)
+        outcomes = judge(last)
+        worse = any(o.verdict in {Verdict.FAIL, Verdict.ERROR} for o in outcomes)
+        if kept is None or worse:
+            kept = last.exchange
+        rounds.append(outcomes)
+    elapsed = (time.perf_counter() - began) * 1000
+    result = Result(variant, _merge(rounds), kept, elapsed)
+    return result, last
+
+
+async def observe(
+    variant: Variant,
+    sender: Sender,
+    options: Options,
+    tools: Mapping[str, Mapping[str, Any]],
+    seed: int = 0,
+) -> Observation:
+    """Sends one variant and reads the reply."""
+    request, body = render(variant, options.model, tools)
+    if variant.case.tier == "live" and variant.protocol == "chat":
+        body = body | {"seed": seed}
+        request = replace(request, body=orjson.dumps(body))
+    if variant.protocol == "parse":
+        request = replace(request, path=options.parse_path)
+    if options.before is not None:
+        options.before(variant)
+    exchange = await sender.send(request)
+    if variant.case.action == "leave":
+        exchange = await _leave(request, sender, exchange, options, variant)
+    seen = observation.read(variant, body, exchange)
+    OBSERVERS[variant.protocol](seen)
+    return seen
+
+
+async def _leave(
+    request: Request, sender: Sender, whole: Exchange, options: Options, variant: Variant
+) -> Exchange:
+    """Hangs up in the middle of the same reply, then asks again: the second answer is judged."""
+    if options.before is not None:
+        options.before(variant)
+    await sender.send(replace(request, leave_after=max(1, len(whole.body) // 2)))
+    if options.before is not None:
+        options.before(variant)
+    return await sender.send(request)
+
+
+def judge(seen: Observation) -> list[Outcome]:
+    """Applies every check that has something to judge in this reply."""
+    variant = seen.variant
+    if seen.exchange.status == 0:
+        return [
+            _outcome(variant, "http/complete", Verdict.ERROR, seen.exchange.fault or "no reply")
+        ]
+    outcomes = []
+    for check in CHECKS.values():
+        if not check.applies(seen):
+            continue
+        if check.slug in variant.case.exempt:
+            reason = f"exempt: {variant.case.exempt[check.slug]}"
+            outcomes.append(_outcome(variant, check.slug, Verdict.SKIP, reason))
+            continue
+        findings = list(check.run(seen))
+        level = min_level(check.level, variant.case.level)
+        verdict = Verdict.PASS
+        if findings:
+            verdict = Verdict.FAIL if level is Level.MUST else Verdict.WARN
+        message = "; ".join(
+            f.message + (f" (frame {f.frame})" if f.frame is not None else "") for f in findings[:3]
+        )
+        outcomes.append(Outcome(variant.id, variant.case.id, check.slug, verdict, level, message))
+    wishes = any(expect.get("wish") == "calls" for expect in variant.case.expect)
+    if wishes and seen.answered and not seen.calls:
+        reason = "the model chose to answer without a call: nothing to judge"
+        outcomes.append(_outcome(variant, "live/called", Verdict.SKIP, reason))
+    return outcomes
+
+
+def min_level(*levels: Level) -> Level:
+    """SHOULD if any of the levels is."""
+    return Level.SHOULD if Level.SHOULD in levels else Level.MUST
+
+
+def _outcome(variant: Variant, slug: str, verdict: Verdict, message: str = "") -> Outcome:
+    return Outcome(variant.id, variant.case.id, slug, verdict, variant.case.level, message)
+
+
+def _merge(rounds: list[list[Outcome]]) -> list[Outcome]:
+    """One outcome per check over all rounds: the worst, with the number of passes."""
+    if len(rounds) == 1:
+        return rounds[0]
+    by_check: dict[str, list[Outcome]] = {}
+    for outcomes in rounds:
+        for outcome in outcomes:
+            by_check.setdefault(outcome.check, []).append(outcome)
+    merged = []
+    for found in by_check.values():
+        judged = [o for o in found if o.verdict is not Verdict.SKIP]
+        worst = Result(None, found).verdict  # type: ignore[arg-type]  # only verdicts are read
+        example = next(o for o in found if o.verdict is worst)
+        passed = sum(o.verdict is Verdict.PASS for o in judged)
+        merged.append(replace(example, repeats=(len(judged), passed)))
+    return merged
+
+
+def _cross(results: list[Result], seen: Mapping[str, Observation]) -> None:
+    """Adds the outcomes that compare two variants, or two cases by their prompt size."""
+    by_id = {result.variant.id: result for result in results}
+    for rule, base, other in cross.pairs(seen):
+        variant = other.variant
+        if (
+            variant.case.tier not in {"scripted", "live", "parse"}
+            or rule.slug in variant.case.exempt
+        ):
+            continue
+        found = list(cross.differences(base, other))
+        level = min_level(rule.level, variant.case.level)
+        verdict = Verdict.PASS
+        if found and variant.case.tier == "live":
+            verdict, found = Verdict.SKIP, ["the model answered otherwise the second time"]
+        elif found:
+            verdict = Verdict.FAIL if level is Level.MUST else Verdict.WARN
+        outcome = Outcome(
+            variant.id, variant.case.id, rule.slug, verdict, level, "; ".join(found[:3])
+        )
+        by_id[variant.id].outcomes.append(outcome)
+    for outcome in cross.prompts(seen):
+        by_id[outcome.variant].outcomes.append(outcome)

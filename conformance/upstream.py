@@ -1,0 +1,258 @@
+"""An engine without a model, which the suite serves behind the server under test.
+
+It plays the output of the variant that runs (the runner sets it before each request, one at a
+time) in three forms: OpenAI completions (`POST /v1/completions`: text), OpenAI chat
+(`POST /v1/chat/completions`: the parsed result, for proxies that do not parse), and SGLang
+(`POST /generate`: text and token ids). Loopback only; plain HTTP/1.1, one request a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from conformance import strict_json
+from conformance.dialect import respell
+from conformance.model import Variant
+from conformance.vocabulary import Vocabulary
+
+Piece = tuple[str, list[int]]
+
+
+class Upstream:
+    """The engine.
+
+    Args:
+        port: Port on 127.0.0.1, 0 for a free one (see `port` after `start`).
+        tokenizer: tokenizer.json for token ids; without it only text is played.
+    """
+
+    def __init__(self, port: int = 0, *, tokenizer: Path | None = None) -> None:
+        self.port = port
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self._vocabulary = Vocabulary(tokenizer) if tokenizer else None
+        self._variant: Variant | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Begins to listen."""
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def aclose(self) -> None:
+        """Stops listening."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    def play(self, variant: Variant) -> None:
+        """Makes this variant's output the one that is played next."""
+        self._variant = variant
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            path = head[0].split(" ")[1].split("?")[0]
+            size = next(
+                (
+                    int(line.split(":")[1])
+                    for line in head
+                    if line.lower().startswith("content-length:")
+                ),
+                0,
+            )
+            body = orjson.loads(await reader.readexactly(size) or b"{}")
+            self.requests.append((path, body))
+            async for data in self._answer(path, body):
+                writer.write(data)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError, orjson.JSONDecodeError):
+            pass  # the server under test left, or sent no JSON: its fault shows in its own reply
+        finally:
+            writer.close()
+
+    async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if path.endswith("/chat/completions"):
+            frames = self._chat(body)
+        elif path.endswith("/completions"):
+            frames = self._completions(body)
+        elif path == "/generate":
+            frames = self._generate(body)
+        else:
+            for data in _document(_page(path)):
+                yield data
+            return
+        if not body.get("stream"):
+            for data in _document(_last_or_error(list(frames))):
+                yield data
+            return
+        script = self._variant.case.script if self._variant else None
+        delay = script.delay_ms / 1000 if script else 0.0
+        yield b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        for frame in frames:
+            yield b"data: " + orjson.dumps(frame) + b"\n\n"
+            if delay:
+                await asyncio.sleep(delay)
+        if script is None or script.finish != "error":
+            yield b"data: [DONE]\n\n"
+
+    def _pieces(self) -> tuple[list[Piece], str]:
+        """The output in small pieces, and how it finishes."""
+        variant = self._variant
+        if variant is None or variant.case.script is None:
+            return [("ok", [])], "stop"
+        script = variant.case.script
+        text = respell(script.output, variant.dialect or "v4.1")
+        if self._vocabulary is None:
+            return [(text[n : n + 4], []) for n in range(0, len(text), 4)], script.finish
+        ids = self._vocabulary.encode(text, special=not script.raw)
+        return [("", [number]) for number in ids], script.finish
+
+    def _completions(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        pieces, finish = self._pieces()
+        base = {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "created": 1,
+            "model": body.get("model"),
+        }
+        whole = ""
+        for text, ids in pieces:
+            whole += text
+            shown = text if body.get("stream") else whole
+            choice = {"index": 0, "text": shown, "token_ids": ids, "finish_reason": None}
+            yield base | {"choices": [choice]}
+        if finish != "error":
+            last = {
+                "index": 0,
+                "text": "" if body.get("stream") else whole,
+                "finish_reason": finish,
+            }
+            usage = {
+                "prompt_tokens": 20,
+                "completion_tokens": len(pieces),
+                "total_tokens": 20 + len(pieces),
+            }
+            yield base | {"choices": [last], "usage": usage}
+
+    def _generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """SGLang's native stream: cumulative text, ids of the output so far."""
+        pieces, finish = self._pieces()
+        text = ""
+        ids: list[int] = []
+        for number, (piece, more) in enumerate(pieces, 1):
+            text += piece
+            ids = [*ids, *more]
+            meta = {
+                "id": body.get("rid") or "rid-1",
+                "prompt_tokens": len(body.get("input_ids") or ()) or 20,
+                "completion_tokens": number,
+                "cached_tokens": 0,
+                "finish_reason": None,
+            }
+            yield {"text": text, "output_ids": ids, "meta_info": meta}
+        if finish != "error":
+            reason = {"type": finish} | (
+                {"matched": 1} if finish == "stop" else {"length": len(pieces)}
+            )
+            meta = {
+                "id": body.get("rid") or "rid-1",
+                "prompt_tokens": 20,
+                "completion_tokens": len(pieces),
+                "cached_tokens": 0,
+                "finish_reason": reason,
+            }
+            yield {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def _chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The parsed result that the case wants, as a correct chat server sends it."""
+        variant = self._variant
+        expect = variant.case.expect[0] if variant else {}
+        finish = variant.case.script.finish if variant and variant.case.script else "stop"
+        content = str(expect.get("content", expect.get("content_has", "ok")))
+        reasoning = expect.get("reasoning")
+        calls = [
+            {
+                "id": f"call_{n:02}_abcdefghijklmnopqrst{n:04}",
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": call.get("arguments_text")
+                    or call.get("arguments_prefix")
+                    or strict_json.dumps(call.get("arguments", {})),
+                },
+            }
+            for n, call in enumerate(expect.get("calls", ()))
+        ]
+        reason = expect.get("finish", "tool_calls" if calls else finish)
+        model = body.get("model")
+        usage = {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29}
+        if not body.get("stream"):
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            message |= {"reasoning_content": reasoning} if reasoning else {}
+            message |= {"tool_calls": calls} if calls else {}
+            choice = {"index": 0, "message": message, "finish_reason": reason}
+            if finish != "error":
+                yield {
+                    "id": "chatcmpl-1",
+                    "object": "chat.completion",
+                    "created": 1,
+                    "model": model,
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            return
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"reasoning_content": part} for part in _cut(reasoning or "")]
+        deltas += [{"content": part} for part in _cut(content)]
+        for index, call in enumerate(calls):
+            function = call["function"]
+            assert isinstance(function, dict)
+            opening = call | {"index": index, "function": function | {"arguments": ""}}
+            deltas.append({"tool_calls": [opening]})
+            deltas += [
+                {"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+                for part in _cut(function["arguments"])
+            ]
+        base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model}
+        for delta in deltas:
+            yield base | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        if finish != "error":
+            yield base | {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+            yield base | {"choices": [], "usage": usage}
+
+
+def _cut(text: str) -> Iterator[str]:
+    for start in range(0, len(text), 6):
+        yield text[start : start + 6]
+
+
+def _last_or_error(frames: list[dict[str, Any]]) -> Any:
+    """A whole reply is the last frame; a script that dies has no finished one."""
+    if frames:
+        last = frames[-1]
+        choice = (last.get("choices") or [{}])[0]
+        if choice.get("finish_reason") or (last.get("meta_info") or {}).get("finish_reason"):
+            return last
+    return None
+
+
+def _page(path: str) -> Any:
+    if path.endswith("/models"):
+        return {
+            "object": "list",
+            "data": [{"id": "scripted", "object": "model", "owned_by": "suite"}],
+        }
+    return {"status": "ok", "model_path": "scripted", "is_generation": True}
+
+
+def _document(value: Any) -> Iterator[bytes]:
+    status = "200 OK" if value is not None else "500 Internal Server Error"
+    error = {"error": {"message": "the script ends in a fault", "type": "server_error"}}
+    data = orjson.dumps(error if value is None else value)
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    yield head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data
