@@ -59,7 +59,7 @@ class Muon:
     def step(self, lr: float) -> None:
         """One update from the parameters' gradients."""
         for (rows, cols), params in self.groups.items():
-            g = torch.cat([_grad(p).reshape(-1, rows, cols) for p in params])
+            g = torch.cat([gradient(p).reshape(-1, rows, cols) for p in params])
             m = self.buffers.setdefault((rows, cols), torch.zeros_like(g))
             m.lerp_(g, 1 - self.momentum)
             u = g.lerp(m, self.momentum)
@@ -73,7 +73,12 @@ class Muon:
                 start += n
 
 
-def _grad(p: Tensor) -> Tensor:
+def gradient(p: Tensor) -> Tensor:
+    """The gradient of a parameter that must have one.
+
+    Raises:
+        ValueError: it has none: the forward did not use it.
+    """
     if p.grad is None:
         raise ValueError("a Muon parameter has no gradient: is it used in the forward?")
     return p.grad

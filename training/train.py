@@ -1,13 +1,18 @@
 """Train the tiny checkpoint: `python -m training.train --out DIR --seconds 480`.
 
-Stage 1 trains everything but the indexers on assistant tokens for a given time. Stage 2 holds the
-model fixed and fits the indexers to its attention on long sequences. The result is DIR/NAME.*.safetensors
-(bf16 matrices, fp32 small tensors) and a log; training/export.py makes the official layout of it.
+On several GPUs of one machine: `torchrun --nproc-per-node 2 -m training.train ...`; each process
+has its own dialogues and gradients are averaged.
+
+Stage 1 trains everything but the indexers on assistant tokens for a given time. Stage 2, on one
+GPU, holds the model fixed and fits the indexers to its attention on long sequences. The result is
+DIR/NAME.*.safetensors (bf16 matrices, fp32 small tensors) and a log; training/export.py makes the
+official layout of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 import orjson
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +29,7 @@ from training.codec import PAD
 from training.dialogues import Split
 from training.feed import Batch, Feed
 from training.model import TrainModel
-from training.optimizer import Muon, adamw, is_muon
+from training.optimizer import Muon, adamw, gradient, is_muon
 from training.probe import exact_turns
 
 CONFIG = Path(__file__).parents[1] / "engine" / "checkpoints" / "tiny" / "config.json"
@@ -36,6 +42,39 @@ def tiny_fold(config: dict[str, Any]) -> np.ndarray:
     text = config["text_config"]
     limit = text["engram_compressed_vocab_size"]
     return fold_table(CONFIG.with_name("tokenizer.json"), text["vocab_size"], limit)
+
+
+class Ranks:
+    """The processes of one training run: one, or those torchrun started."""
+
+    def __init__(self) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        if self.size > 1:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl")
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Mean over the processes, in place."""
+        if self.size > 1:
+            flat = torch.cat([t.flatten() for t in tensors])
+            dist.all_reduce(flat, dist.ReduceOp.AVG)
+            parts = flat.split([t.numel() for t in tensors])
+            for t, part in zip(tensors, parts, strict=True):
+                t.copy_(part.view_as(t))
+
+    def agree(self, value: float) -> float:
+        """The first process's value."""
+        if self.size > 1:
+            box = torch.tensor([value], device="cuda")
+            dist.broadcast(box, 0)
+            return float(box)
+        return value
+
+    def close(self) -> None:
+        """Leave the group; from here on each process is alone."""
+        if self.size > 1:
+            dist.destroy_process_group()
 
 
 class Log:
@@ -99,8 +138,10 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return move(batch.ids), move(batch.rows), move(batch.targets), move(batch.weight)
 
 
-def train_main(model: TrainModel, feed: Feed, args: argparse.Namespace, log: Log) -> int:
-    """Stage 1; returns the number of steps."""
+def train_main(
+    model: TrainModel, feed: Feed, ranks: Ranks, args: argparse.Namespace, log: Log
+) -> None:
+    """Stage 1."""
     params = {n: p for n, p in model.p.items() if p.requires_grad and ".indexer." not in n}
     rest = adamw({n: p for n, p in params.items() if not is_muon(n)}, args.lr, args.weight_decay)
     muon = Muon(
@@ -109,18 +150,20 @@ def train_main(model: TrainModel, feed: Feed, args: argparse.Namespace, log: Log
         args.momentum,
         args.weight_decay,
     )
-    step, seen, start = 0, 0, 0.0
+    step, seen, start, done = 0, 0, 0.0, 0.0
     recent: list[Tensor] = []
     due = args.report_every
     for batch in feed:
         now = time.perf_counter()
-        done = 0.0 if step <= args.compile_steps else (now - start) / args.seconds
+        if step > args.compile_steps and step % 8 == 0:  # a clock all processes share
+            done = ranks.agree((now - start) / args.seconds)
         if done >= 1 or step >= args.max_steps:
             break
         factor = schedule(done, step, args.warmup, args.flat)
         ids, rows, targets, weight = to_device(batch, model.device)
         loss, accuracy, loads = model.loss(ids, rows, targets, weight)
         loss.backward()
+        ranks.average([gradient(p) for p in params.values()] + loads)
         norm = torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
         for group in rest.param_groups:
             group["lr"] = args.lr * factor
@@ -142,17 +185,16 @@ def train_main(model: TrainModel, feed: Feed, args: argparse.Namespace, log: Log
         recent.append(torch.stack([loss.detach(), accuracy, norm]))
         if step in (1, 10) or (start and time.perf_counter() - start >= due):
             mean = torch.stack(recent).mean(0).tolist()
-            rate = seen / max(time.perf_counter() - log.start, 1e-9)
+            rate = ranks.size * seen / max(time.perf_counter() - log.start, 1e-9)
             spread = [f"{float(x.min()):.2f}-{float(x.max()):.2f}" for x in loads]
             log(
                 f"step {step} t {now - start if start else 0:.0f} loss {mean[0]:.4f}",
-                f"acc {mean[1]:.5f} norm {mean[2]:.2f} lr {factor:.3f} tokens {seen / 1e6:.1f}M",
+                f"acc {mean[1]:.5f} norm {mean[2]:.2f} lr {factor:.3f} tokens {seen * ranks.size / 1e6:.1f}M",
                 f"({rate / 1e3:.0f}k/s overall) loads {spread}",
             )
             recent.clear()
             due += args.report_every
-    log(f"stage 1 done: {step} steps, {seen} padded tokens")
-    return step
+    log(f"stage 1 done: {step} steps, {seen * ranks.size} padded tokens")
 
 
 def train_indexers(model: TrainModel, feed: Feed, args: argparse.Namespace, log: Log) -> None:
@@ -211,12 +253,14 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Run both stages and write the weights."""
     args = parse_args()
+    ranks = Ranks()
     args.out.mkdir(parents=True, exist_ok=True)
-    log = Log(args.out / f"{args.name}.log")
+    log = Log(args.out / (f"{args.name}.log" if ranks.rank == 0 else f"rank{ranks.rank}.log"))
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
-    feed = Feed(args.tokens, args.workers, args.first_block)
+    first_block = args.first_block + ranks.rank * 10**6
+    feed = Feed(args.tokens, args.workers, first_block)
     try:
         config = orjson.loads(CONFIG.read_bytes())
         model = TrainModel(config, tiny_fold(config), device, dtype, args.seed)
@@ -227,12 +271,15 @@ def main() -> None:
         plain = dict(model.f)
         if cuda:
             model.compile()
-        train_main(model, feed, args, log)
+        train_main(model, feed, ranks, args, log)
     finally:
         feed.close()
+    ranks.close()
+    if ranks.rank:
+        return
     model.f = plain
     if args.index_seconds > 0:
-        long = Feed(args.tokens, args.workers, args.first_block + 10**6, min_length=512)
+        long = Feed(args.tokens, args.workers, first_block + 10**8, min_length=512)
         try:
             train_indexers(model, long, args, log)
         finally:
