@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import secrets
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +29,7 @@ from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
 from engine.device.sampler import Draw, Sample, sample
 from engine.model.checkpoint import load_model
-from engine.options import EngineConfig
+from engine.options import EngineConfig, usable_cores
 from engine.plan.request import RequestState
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import Chunk, StepPlan
@@ -233,7 +232,8 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
     device = _resolve_device(options)
     dtype = _resolve_dtype(options, device)
     if device.type == "cpu":
-        torch.set_num_threads(options.resolve_cpu_threads(_usable_cores()))
+        weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        torch.set_num_threads(options.resolve_cpu_threads(usable_cores(), weight_bytes))
     model = load_model(path, device=device, dtype=dtype)
     context = model.config.max_position_embeddings
     max_model_len = options.resolve_max_model_len(context)
@@ -264,12 +264,6 @@ def _resolve_dtype(options: EngineConfig, device: torch.device) -> torch.dtype:
     if options.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if options.dtype == "float32" else torch.bfloat16
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _usage(state: RequestState) -> Usage:

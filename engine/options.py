@@ -6,13 +6,17 @@ build it in a process that serves another backend.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from engine.api import EngineError
 
 #: Positions that the default pool covers where one full context needs fewer.
 DEFAULT_POOL_TOKENS = 65_536
+#: Weights for which a further CPU thread pays.
+BYTES_PER_THREAD = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class EngineConfig:
         num_blocks: blocks of the pool; None gives room for one full context or 65,536 positions,
             whichever is more. Requests beyond that wait, or are preempted and recomputed.
         cpu_threads: threads of torch's CPU kernels, set in the engine's own thread. None decides by
-            the number of cores this process may use: see `resolve_cpu_threads`.
+            cores and weights: see `resolve_cpu_threads`.
 
     Raises:
         EngineError: a value is out of its range; all such values are named at once.
@@ -112,14 +116,37 @@ class EngineConfig:
             )
         return self.num_blocks
 
-    def resolve_cpu_threads(self, cores: int) -> int:
+    def resolve_cpu_threads(self, cores: int, weight_bytes: int) -> int:
         """Give the number of threads of torch's CPU kernels.
 
-        One core is left to the event loop: a decode step of a small model is hundreds of short
-        kernels, to which a second thread adds little, while its busy waiting between kernels takes
-        the core on which the gateway parses and sends.
+        One for every 64 MB of weights, which a decode step reads once: below that a step is
+        hundreds of kernels too short to share, and threads that wait for one another in each of
+        them make it slower (measured with the checkpoint that ships: half the tokens per second
+        with two threads on two cores). One core is always left to the event loop, which parses
+        and sends.
 
         Args:
-            cores: cores this process may run on.
+            cores: cores this process may use.
+            weight_bytes: of the checkpoint.
         """
-        return self.cpu_threads if self.cpu_threads is not None else max(1, cores - 1)
+        if self.cpu_threads is not None:
+            return self.cpu_threads
+        return max(1, min(cores - 1, weight_bytes // BYTES_PER_THREAD))
+
+
+def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Count the cores this process may use: its affinity, and its container's share of time.
+
+    Args:
+        cpu_max: the container's limit, "quota period" in microseconds or "max period"; a file that
+            is absent limits nothing.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = cpu_max.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from engine.api import EngineError
-from engine.options import EngineConfig
+from engine.options import EngineConfig, usable_cores
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -56,7 +59,29 @@ def test_a_pool_too_small_for_one_request_is_refused() -> None:
         EngineConfig(block_size=4, num_blocks=8).resolve_num_blocks(33)
 
 
-@pytest.mark.parametrize(("asked", "cores", "want"), [(None, 2, 1), (None, 1, 1), (3, 2, 3)])
-def test_one_core_is_left_to_the_event_loop(asked: int | None, cores: int, want: int) -> None:
-    """Unset, the model's threads are one fewer than the cores; set, what was set."""
-    assert EngineConfig(cpu_threads=asked).resolve_cpu_threads(cores) == want
+@pytest.mark.parametrize(
+    ("asked", "cores", "megabytes", "want"),
+    [(None, 2, 17, 1), (None, 16, 17, 1), (None, 16, 640, 10), (None, 8, 9999, 7), (3, 2, 17, 3)],
+)
+def test_threads_follow_weights_and_leave_a_core(
+    asked: int | None, cores: int, megabytes: int, want: int
+) -> None:
+    """A small model gets one thread, a large one all cores but the event loop's; or what was set."""
+    options = EngineConfig(cpu_threads=asked)
+
+    assert options.resolve_cpu_threads(cores, megabytes * 1_000_000) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("max 100000", 6), ("400000 100000", 4), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
+)
+def test_a_containers_share_limits_the_cores(
+    text: str, want: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with four cores' time on a large host has four cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    (tmp_path / "cpu.max").write_text(text)
+
+    assert usable_cores(tmp_path / "cpu.max") == want
+    assert usable_cores(tmp_path / "absent") == 6
