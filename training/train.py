@@ -277,6 +277,7 @@ def main() -> None:
     ranks.close()
     if ranks.rank:
         return
+    save(model, args.out, args.name)
     model.f = plain
     if args.index_seconds > 0:
         long = Feed(args.tokens, args.workers, first_block + 10**8, min_length=512)
@@ -284,13 +285,13 @@ def main() -> None:
             train_indexers(model, long, args, log)
         finally:
             long.close()
+    log("saved", [p.name for p in save(model, args.out, args.name)])
     model.dtype = torch.float32  # as the engine computes
     torch.backends.cuda.matmul.allow_tf32 = False
     for split in (Split.IN_DISTRIBUTION, Split.HELD_OUT):
         score = exact_turns(model, split, 0, args.probe)
         text = {k: f"{a}/{b} = {a / max(b, 1):.4f}" for k, (a, b) in sorted(score.items())}
         log("exact by teacher forcing,", split.name.lower(), text)
-    log("saved", [str(p.name) for p in save(model, args.out, args.name)])
 
 
 if __name__ == "__main__":
