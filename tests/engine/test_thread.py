@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -219,20 +220,21 @@ def test_abort_frees_before_the_next_step() -> None:
 
 def test_nothing_arrives_after_an_abort() -> None:
     """A delta that was already on its way to the loop is dropped."""
-    third = threading.Event()
+    gate = Gate()
     plans = itertools.count(1)
 
     def before_run(plan: StepPlan) -> None:
         if next(plans) == 3:
-            third.set()
+            gate(plan)
 
     thread = started(before_run)
 
     async def scenario() -> None:
         client = Client()
         thread.submit(request("a", max_tokens=50), client.sink)
-        assert third.wait(PATIENCE)  # the loop does not run meanwhile
+        assert gate.entered.wait(PATIENCE)  # the loop does not run meanwhile
         thread.abort("a")
+        gate.open.set()
         await asyncio.sleep(0.02)
 
         assert client.deltas == []
@@ -247,14 +249,15 @@ def test_an_id_can_be_used_again_at_once() -> None:
     async def scenario() -> None:
         for round_ in range(30):
             first, second = Client(), Client()
-            thread.submit(request("same", (9, 9, 9), max_tokens=50), first.sink)
+            left = request("same", (9, 9, 9), max_tokens=50)
+            thread.submit(left, first.sink)
             await asyncio.sleep(0.0005 * (round_ % 4))
             thread.abort("same")
             r = request("same", (round_, 1, 2), max_tokens=4)
             thread.submit(r, second.sink)
             await second.ended.wait()
             assert second.tokens == alone(r)
-            assert not first.ended.is_set()
+            assert first.tokens == alone(left)[: len(first.tokens)]
 
     run(thread, scenario)
 
@@ -437,3 +440,38 @@ def test_two_loops_are_served_by_one_engine() -> None:
         beside.join(PATIENCE)
         thread.stop()
     assert failures == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_load_loses_and_crosses_nothing(seed: int) -> None:
+    """Under random arrivals and aborts every request gets its own tokens or its own abort."""
+    thread = started()
+    draw = random.Random(seed)
+
+    async def one(name: str) -> bool:
+        prompt = tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 40)))
+        r = request(name, prompt, draw.randint(1, 20))
+        patience = draw.choice([None, None, draw.randint(0, 10)])
+        await asyncio.sleep(draw.random() * 0.05)
+        client = Client()
+        thread.submit(r, client.sink)
+        while not client.ended.is_set():
+            if patience is not None and len(client.deltas) >= patience:
+                thread.abort(name)
+                heard = len(client.deltas)
+                await asyncio.sleep(0.005)
+                assert len(client.deltas) == heard or client.ended.is_set()
+                return False
+            await asyncio.sleep(0)
+        assert client.tokens == alone(r)
+        return True
+
+    async def scenario() -> None:
+        served = await asyncio.gather(*(one(f"r{i}") for i in range(120)))
+        assert 60 < sum(served) < 120
+        await eventually(lambda: not thread.stats().running + thread.stats().waiting)
+        stats = thread.stats()
+        assert stats.free_blocks == stats.total_blocks
+        assert stats.alive
+
+    run(thread, scenario)
