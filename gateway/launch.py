@@ -24,13 +24,12 @@ from gateway.backends import Backend
 from gateway.backends.embedded import EmbeddedBackend
 from gateway.backends.scripted import ScriptedBackend
 from gateway.settings import Settings, SettingsError
+from gateway.sse import LAST_WORDS_SECONDS
 
 logger = logging.getLogger(__name__)
 
 #: How often a running server looks whether its backend still lives, in seconds.
 WATCH_SECONDS = 1.0
-#: What replies that outlast the drain get for their error, in seconds.
-LAST_WORDS_SECONDS = 2.0
 
 
 def serve(settings: Settings, backend: Backend, announce: Callable[[str], None]) -> int:
@@ -110,7 +109,7 @@ async def _serve(
             await server.serve(sockets=[listener])
         if cut_off := set(server.server_state.tasks):
             # cancelled at the end of the drain, and not waited for: each has its error to send
-            await asyncio.wait(cut_off, timeout=LAST_WORDS_SECONDS)
+            await asyncio.wait(cut_off, timeout=2 * LAST_WORDS_SECONDS)
         watch.cancel()
         if backend.stats().alive:
             return 0

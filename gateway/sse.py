@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: An SSE comment: every SSE reader skips it, every idle timer sees it.
 KEEP_ALIVE = b": keep-alive\n\n"
+#: What a reply that outlasts its server gets for saying so, in seconds.
+LAST_WORDS_SECONDS = 1.0
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -111,7 +113,9 @@ class EventStream:
             # The server ends before the reply does. A cut reply must not look whole; once that is
             # said there is nothing to cancel any more, and servers log a raised cancel as a crash.
             await _end(pump, listener)
-            await self._fail_with(shutting_down(), scope, receive, send)
+            with suppress(_ClientLeftError, TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):  # its reader may be stuck
+                    await self._fail_with(shutting_down(), scope, receive, send)
         finally:
             await _end(pump, listener)
         if not pump.cancelled():

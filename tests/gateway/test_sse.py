@@ -244,6 +244,27 @@ def test_a_client_that_leaves_closes_the_source_while_a_write_hangs() -> None:
     run(main())
 
 
+def test_a_stuck_reader_does_not_hold_up_the_servers_end() -> None:
+    """Saying that the server stops is given up when nobody reads."""
+
+    async def main() -> None:
+        source = Source([b"x"])
+        blocked = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                blocked.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(stream(source)({}, asyncio.Queue().get, send))
+        await blocked.wait()
+        task.cancel()
+        await task
+        assert source.closed == 1
+
+    run(main())
+
+
 def test_a_server_that_reports_the_disconnect_at_a_write_is_understood() -> None:
     """ASGI 2.4 lets `send` raise OSError; that is a leaving client, not a bug."""
 
