@@ -90,7 +90,8 @@ class EngineCore:
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a single token.
-            EngineError: the prompt is empty or holds an id that the model does not know.
+            EngineError: the prompt is empty or holds an id that the model does not know, or
+                nothing is to be generated.
         """
         prompt_ids = request.prompt_ids
         if not prompt_ids:

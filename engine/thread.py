@@ -90,7 +90,8 @@ class EngineThread:
         self._lock = threading.Lock()  # of _open and _ended
         self._open: dict[str, _Open] = {}
         self._begun: dict[str, _Open] = {}  # those the engine knows; the thread's own
-        self._core: EngineCore | None = None
+        self._core: EngineCore | None = None  # while it is loaded
+        self._last_stats = EngineStats()
         self._loaded = threading.Event()
         self._load_error: BaseException | None = None
         self._ended = False
@@ -127,9 +128,10 @@ class EngineThread:
             EngineError: it can never be served, or its id is that of an open request.
             EngineDeadError: the engine does not run.
         """
-        if self._core is None:
-            raise EngineDeadError("the engine is not loaded")
-        self._core.check(request)
+        core = self._core
+        if core is None:
+            raise EngineDeadError(self._farewell if self._ended else "the engine is not loaded")
+        core.check(request)
         entry = _Open(request, sink)
         with self._lock:
             if self._ended:
@@ -145,17 +147,15 @@ class EngineThread:
         Idempotent, and harmless for an id that is not open. A request is open until its last delta
         is sent off, so that one delta may still arrive if the abort came just after.
         """
-        with self._lock:
-            entry = self._open.pop(request_id, None)
-            if entry is not None:
-                entry.closed = True
-                self._inbox.put(_Abort(entry))
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._give_up(entry)
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the counters."""
-        if self._core is None:
-            return EngineStats(alive=False)
-        return dataclasses.replace(self._core.stats(), alive=self.alive)
+        core = self._core
+        stats = self._last_stats if core is None else core.stats()
+        return dataclasses.replace(stats, alive=self.alive)
 
     def _main(self) -> None:
         try:
@@ -173,17 +173,16 @@ class EngineThread:
             logger.exception("the engine's thread died")
             self._farewell = _DIED
         finally:
+            self._last_stats = core.stats()
             self._end()
+            self._core = None  # whoever keeps this object does not keep the model's memory
 
     def _run(self, core: EngineCore) -> None:
         """Read the inbox and step, until told to stop."""
         while True:
-            try:
-                message = self._next_message(core)
-            except queue.Empty:
-                self._hop(core.step())
-                continue
-            match message:
+            match self._next_message(core):
+                case None:
+                    self._hop(core.step())
                 case _Submit(entry):
                     if not entry.closed:
                         core.submit(entry.request)
@@ -195,17 +194,24 @@ class EngineThread:
                 case _Stop():
                     return
 
-    def _next_message(self, core: EngineCore) -> _Submit | _Abort | _Stop:
-        """Take a message; sleep until there is one where there is nothing else to do.
-
-        Raises:
-            queue.Empty: there is none and a step is due.
-        """
+    def _next_message(self, core: EngineCore) -> _Submit | _Abort | _Stop | None:
+        """Take a message; None if there is none and a step is due. Sleeps while neither is."""
         if core.has_work:
-            return self._inbox.get_nowait()
+            try:
+                return self._inbox.get_nowait()
+            except queue.Empty:
+                return None
         if self._inbox.empty():
             core.check_integrity()
         return self._inbox.get()
+
+    def _give_up(self, entry: _Open) -> None:
+        """Abort a request unless it has ended."""
+        with self._lock:
+            if self._open.get(entry.request.id) is entry:
+                del self._open[entry.request.id]
+                entry.closed = True
+                self._inbox.put(_Abort(entry))
 
     def _hop(self, deltas: list[TokenDelta]) -> None:
         """Send the deltas of a step."""
@@ -231,7 +237,7 @@ class EngineThread:
                 loop.call_soon_threadsafe(_deliver, part)
             except RuntimeError:  # the loop is closed, so nobody is left to tell
                 for entry, _ in part:
-                    self.abort(entry.request.id)
+                    self._give_up(entry)
 
     def _end(self) -> None:
         """Tell every open request that it ends here."""

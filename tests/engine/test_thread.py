@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -305,6 +307,26 @@ def test_stop_ends_open_requests_with_an_error() -> None:
 
     run(thread, scenario)
     thread.stop()
+    assert thread.stats().steps > 0
+
+
+def test_a_stopped_engine_frees_its_model() -> None:
+    """Whoever still holds the thread object does not hold the weights."""
+    models: list[weakref.ref[object]] = []
+
+    def load() -> EngineCore:
+        core = make_core()
+        models.append(weakref.ref(core._runner))
+        return core
+
+    thread = EngineThread(load)
+    thread.start()
+    assert models[0]() is not None
+
+    thread.stop()
+    gc.collect()
+
+    assert models[0]() is None
 
 
 def test_a_dead_thread_tells_every_open_request(
