@@ -35,7 +35,7 @@ DEMO = Path(__file__).with_name("demo_questions.jsonl")
 #: tokens after which an answer is given up; the longest right one is shorter
 MAX_NEW = 512
 SEED_STEP = 1_000_000  # between evaluation seeds; each set has fewer dialogues
-TEACHER_DIALOGUES = 50
+TEACHER_DIALOGUES = 60
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class _Builder:
         if self.long:
             count = r.whole(3, 8)
         else:
-            count = r.pick((0, *(1,) * 9, *(2,) * 6, *(3,) * 4, 4, 4, 5, 6, 7, 8))
+            count = r.pick((0, *(1,) * 7, *(2,) * 7, *(3,) * 5, *(4,) * 3, 5, 5, 6, 7, 8))
         # which share of the tools are common real ones
         common = 0.0 if self.held else r.pick((0.0, 0.0, 0.5, 1.0, 1.0))
         tools: list[Tool] = []
@@ -144,7 +144,7 @@ class _Builder:
                     tools.append(catalogue.tool(r, self.values, key, self.taken))
                     continue
             like = r.pick(tools) if tools and r.chance(0.3) else None
-            tools.append(self.maker.tool(self.taken, like, few=count > 4))
+            tools.append(self.maker.tool(self.taken, like, few=count > 3))
         r.shuffle(tools)
         return tools
 
@@ -162,10 +162,13 @@ class _Builder:
 
     def _call(self, asks: list[Ask]) -> None:
         """The call, its results and the final answer."""
-        reasoning = " ".join(
-            f"I should call {a.tool.name} with {', '.join(a.args)}." if a.args
-            else f"I should call {a.tool.name}." for a in asks
-        )  # fmt: skip
+        sentences, before = [], ""
+        for a in asks:
+            goal = f"{a.goal}, " if a.goal and a.goal != before else ""
+            with_ = f" with {', '.join(a.args)}" if a.args else ""
+            sentences.append(f"{goal}I should call {a.tool.name}{with_}.")
+            before = a.goal
+        reasoning = " ".join(sentences)
         calls = []
         for a in asks:
             self.calls += 1
@@ -198,17 +201,19 @@ class _Builder:
             self._assistant("chat", chatter.THINK_CHAT, reply)
             return None
         if x < 0.115:
-            self._user(self._unfitting(tools))
-            self._assistant("decline", chatter.THINK_NO_TOOL, chatter.NO_TOOL)
+            said, goal = self._unfitting(tools)
+            self._user(said)
+            reasoning = f"{goal}: {chatter.THINK_NO_TOOL}" if goal else chatter.THINK_NO_TOOL
+            self._assistant("decline", reasoning, chatter.NO_TOOL)
             return None
-        count = 1 if x < 0.86 else 2 if x < 0.97 else 3
+        count = 1 if x < 0.88 else 2 if x < 0.98 else 3
         asks = self._asks(tools, count)
         self._user(self._joined(asks))
         self._call(asks)
         return asks[0] if len(asks) == 1 else None
 
-    def _unfitting(self, tools: list[Tool]) -> str:
-        """A request that no declared tool serves, at times one that nearly does."""
+    def _unfitting(self, tools: list[Tool]) -> tuple[str, str]:
+        """A request that no declared tool serves, at times one that nearly does, and its goal."""
         r = self.r
         declared = [t.key for t in tools if t.key]
         keys = [] if self.held else [
@@ -217,20 +222,21 @@ class _Builder:
         ]  # fmt: skip
         if keys and r.chance(0.5):
             asked = catalogue.tool(r, self.values, keys[0], set(self.taken))
-            return self.asker.finish(self.asker.ask(asked, by_name=False))
+            ask = self.asker.ask(asked, by_name=False)
+            return self.asker.finish(ask), ask.goal
         if r.chance(0.3) and not {catalogue.GROUP_OF[d] for d in declared} & {
             "web",
             "fun",
             "files",
         }:
-            return chatter.unserved(r, self.values)
+            return chatter.unserved(r, self.values), ""
         like = r.pick(tools) if tools and r.chance(0.4) else None
         asked = self.maker.tool(set(self.taken), None)
         if like and not like.key:  # the near miss: a declared verb, an undeclared noun
             asked.verb = like.verb
         asked.key, asked.opaque = "", False
         ask = self.asker.ask(asked)
-        return self.asker.finish(ask)
+        return self.asker.finish(ask), ask.goal
 
     def _asks(self, tools: list[Tool], count: int) -> list[Ask]:
         tool = self.r.pick(tools)
@@ -267,7 +273,7 @@ class _Builder:
         if r.chance(0.85 if self.long else 0.42):
             text = chatter.system_text(r, self.values, self.long or r.chance(0.15))
             self.messages.append({"role": "system", "content": text})
-        turns = r.whole(1, 4) if self.long else r.pick((1,) * 15 + (2,) * 4 + (3,))
+        turns = r.whole(1, 4) if self.long else r.pick((1,) * 8 + (2,) * 6 + (3,) * 4 + (4,) * 2)
         last: Ask | None = None
         for _ in range(turns):
             again = self.asker.follow_up(last) if last and r.chance(0.5) else None

@@ -59,13 +59,13 @@ _BY_NAME = (
     "call the {N} function", "run {N}", "execute {N}", "use the {N} tool", "please call {N}",
 )  # fmt: skip
 _PAIRS = (
-    "{p} {v}", "{p} {v}", "{p} {v}", "{p}: {v}", "{p} = {v}", "{p}={v}", "{p} is {v}",
-    "with {p} {v}", "set {p} to {v}", "using {p} {v}", "the {p} is {v}", "the {p} should be {v}",
-    "and {p} {v}", "{p} should be {v}", "use {p} {v}", "{p} of {v}", "for {p} {v}",
+    "{p} {v}", "{p} {v}", "{p} {v}", "{p} {v}", "{p}: {v}", "{p}: {v}", "{p} = {v}", "{p}={v}",
+    "{p} is {v}", "with {p} {v}", "with {p} {v}", "set {p} to {v}", "using {p} {v}",
+    "the {p} is {v}", "the {p} should be {v}", "{p} should be {v}", "use {p} {v}", "for {p} {v}",
 )  # fmt: skip
 _VALUE_FIRST = ("use {v} as the {p}", "{v} for the {p}", "{v} as {p}", "{v} is the {p}")
 _JOINS = (" ", " ", " ", ", ", ": ", " with ", ". ", " - ", "\n")
-_SEPARATORS = (", ", ", ", ", ", " ", "; ", " and ", ", and ", "\n")
+_SEPARATORS = (", ", ", ", ", ", ", ", ", ", " ", "; ", " and ", ", and ", "\n")
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class Ask:
         literal_end: the last value is unquoted code: no punctuation may follow it.
         raw_start: the text begins with a value: its first letter stays as it is.
         kinds: kind of value by argument name.
+        goal: what the user wants, as the reasoning restates it; "" when the tool is named.
     """
 
     tool: Tool
@@ -89,6 +90,7 @@ class Ask:
     literal_end: bool = False
     raw_start: bool = False
     kinds: dict[str, str] = field(default_factory=dict)
+    goal: str = ""
 
 
 class Asker:
@@ -184,7 +186,8 @@ class Asker:
         order = chosen[:]
         if len(order) > 1 and r.chance(0.35):
             r.shuffle(order)
-        if by_name or tool.key or r.chance(0.1):
+        named = by_name or bool(tool.key) or r.chance(0.1)
+        if named:
             intent = r.pick(_BY_NAME).replace("{N}", tool.name)
         else:
             verb = tool.verb
@@ -194,6 +197,7 @@ class Asker:
         self._question = bool(_QUESTION.match(intent))
         ask = Ask(tool, {p.name: made[p.name][0] for p in chosen}, intent)
         ask.kinds = {p.name: p.kind for p in chosen}
+        ask.goal = "" if named else tool.goal
         ask.raw_start = intent.startswith(tool.name)
         if order:
             self._pairs(ask, order, made, alone=len(order) == 1 and len(tool.params) == 1)
@@ -241,7 +245,7 @@ class Asker:
             return r.pick(p.phrases).replace("{v}", said).strip(", ")
         if alone and p.kind not in ("strings", "integers", "object") and r.chance(0.3):
             return r.pick(("{v}", "for {v}", "with {v}", "{v}")).replace("{v}", said)
-        pattern = r.pick(_VALUE_FIRST) if r.chance(0.1) else r.pick(_PAIRS)
+        pattern = r.pick(_VALUE_FIRST) if r.chance(0.05) else r.pick(_PAIRS)
         if "{p}={v}" in pattern and r.chance(0.5):
             cue = p.name
         return pattern.replace("{p}", cue).replace("{v}", said)
@@ -284,7 +288,8 @@ class Asker:
             literal_end = open_end and p.kind in _LITERAL
         args = {p.name: made[p.name][0] for p in tool.params if p.name in made}
         kinds = {p.name: p.kind for p in tool.params if p.name in made}
-        return Ask(tool, args, text, open_end, literal_end, pattern.startswith("{"), kinds)
+        raw = pattern.startswith("{")
+        return Ask(tool, args, text, open_end, literal_end, raw, kinds, tool.goal)
 
     # ---- several calls said in one breath, follow-ups
     def several(self, tool: Tool, count: int) -> list[Ask] | None:
@@ -307,7 +312,8 @@ class Asker:
         text = ", ".join(said[:-1]) + glue + said[-1]
         pattern = r.pick(tool.asks)
         text = pattern.replace("{" + p.role + "}", text)
-        asks = [Ask(tool, {p.name: v}, "", kinds={p.name: p.kind}) for v, _ in made]
+        kinds = {p.name: p.kind}
+        asks = [Ask(tool, {p.name: v}, "", kinds=kinds, goal=tool.goal) for v, _ in made]
         asks[0].text, asks[0].raw_start = text, pattern.startswith("{")
         return asks
 
@@ -327,7 +333,8 @@ class Asker:
         phrase = said if lead.strip().endswith("about") else r.pick(p.follow).replace("{v}", said)
         text = lead + phrase
         literal = open_end and p.kind in _LITERAL
-        return Ask(before.tool, {p.name: value}, text, open_end, literal, True, {p.name: p.kind})
+        kinds = {p.name: p.kind}
+        return Ask(before.tool, {p.name: value}, text, open_end, literal, True, kinds, before.goal)
 
     def finish(self, ask: Ask, text: str | None = None) -> str:
         """The user's message: case, politeness, punctuation and small additions."""

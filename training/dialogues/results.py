@@ -50,7 +50,7 @@ class Results:
             return self.shaped(r.pick(tool.results))
         x = r.random()
         if x < 0.6:
-            return self.written(self.members(r.pick((1, 1, 1, 2, 2, 3, 4, 5))))
+            return self.written(self.members(r.pick((1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5))))
         if x < 0.66:
             row = [self.members(r.whole(1, 2)) for _ in range(r.whole(1, 3))]
             return self.written(row)

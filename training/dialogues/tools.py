@@ -58,6 +58,8 @@ class Tool:
         key: catalogue key, "" for an invented tool.
         asks: sentences with `{role}` slots, () for an invented tool.
         results: result shapes of the catalogue.
+        opaque: the name says nothing; only the description tells what the tool does.
+        words: words of the noun.
     """
 
     name: str
@@ -70,6 +72,11 @@ class Tool:
     results: tuple[str, ...] = ()
     opaque: bool = False
     words: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def goal(self) -> str:
+        """What a request for this tool wants, as the reasoning restates it."""
+        return f"For {self.noun}" if self.key else f"To {self.verb} {self.noun}"
 
 
 # Parameters whose value follows from their name; every other one is drawn freely.
@@ -187,17 +194,17 @@ class ToolMaker:
 
     def _name(self, verb: str, nouns: list[str]) -> str:
         words, x = [verb, *nouns], self.r.random()
-        if x < 0.52:
+        if x < 0.6:
             return "_".join(words)
-        if x < 0.67:
+        if x < 0.7:
             return verb + "".join(capital(w) for w in nouns)
         if x < 0.74:
             return "".join(capital(w) for w in words)
         if x < 0.84:
             return "-".join(words)
-        if x < 0.9:
+        if x < 0.89:
             return "_".join([*nouns, verb])
-        if x < 0.93:
+        if x < 0.91:
             return "_".join(w.upper() for w in words)
         prefix = self.lex.word(self.r)
         return f"{prefix}{self.r.pick(('__', '_', '-'))}" + "_".join(words)
@@ -218,7 +225,7 @@ class ToolMaker:
                 break
         if like and not like.key and r.chance(0.3):
             nouns = [nouns[0], like.noun.split(" ")[0]]
-        name, opaque = self._name(verb, nouns), r.chance(0.1)
+        name, opaque = self._name(verb, nouns), r.chance(0.05)
         if opaque:
             w = self.lex.word(r)
             name = r.pick((w, f"{w}_{self.lex.word(r)}", f"{w}{r.whole(1, 99)}", f"fn_{r.whole(1, 99)}",
@@ -232,13 +239,17 @@ class ToolMaker:
         if r.chance(0.12):
             about = about.rstrip(".") + "." + r.pick(_LONG_TAIL)
         about = self.values.fill(about)
-        count = r.pick((0, 1, 1, 1, 1, 2, 2) if few else (0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 5))
+        count = r.pick((0, 1, 1, 1, 1, 2, 2) if few else (0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
         used: set[str] = set()
         params = [self.param(used, verb, noun) for _ in range(count)]
         if params and not any(p.required for p in params):
             params[0].required = True
         declaration = declare(
-            r, name, about if opaque or r.chance(0.8) else None, params, self.values
+            r,
+            name,
+            about if opaque or not name.islower() or r.chance(0.8) else None,
+            params,
+            self.values,
         )
         return Tool(name, verb, noun, params, declaration, opaque=opaque, words=frozenset(nouns))
 
@@ -271,8 +282,8 @@ class ToolMaker:
                 break
         used.add(name.lower())
         kind = KIND_OF.get(name) or r.pick(
-            ("string",) * 9 + ("integer",) * 4 + ("number",) * 2 + ("boolean", "enum", "enum")
-            + (() if nested else ("strings", "integers", "object"))
+            ("string",) * 13 + ("integer",) * 5 + ("number",) * 3 + ("boolean", "boolean")
+            + ("enum",) * 3 + (() if nested else ("strings", r.pick(("integers", "object"))))
         )  # fmt: skip
         if kind == "enum" and r.chance(0.25):
             kind = "string"
@@ -283,7 +294,7 @@ class ToolMaker:
             inner: set[str] = set()
             fields = tuple(self.param(inner, verb, noun, True) for _ in range(r.whole(1, 3)))
         schema = self.schema(kind, fields)
-        cue, about, hidden = spoken(name), "", not nested and r.chance(0.07)
+        cue, about, hidden = spoken(name), "", not nested and r.chance(0.04)
         if hidden:  # an opaque name: only the description says what it is
             cue = self.lex.word(r) if r.chance(0.5) else f"{self.lex.word(r)} {self.lex.word(r)}"
             if cue in used:
