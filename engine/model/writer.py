@@ -84,12 +84,14 @@ def _shape(tensor: Tensor | None) -> list[int] | str:
 def _store(
     name: str, tensor: Tensor, spec: TensorSpec, storage: Storage, block: int
 ) -> dict[str, Tensor]:
+    # Copies, because tied tensors must not share memory in a file.
     if spec.role == "ids":
-        return {name: tensor.to(torch.int64).contiguous()}
+        return {name: tensor.to(torch.int64, copy=True).contiguous()}
     if spec.role == "float32":
-        return {name: tensor.float().contiguous()}
+        return {name: tensor.to(torch.float32, copy=True).contiguous()}
     if spec.role == "float" or storage in _FLOAT:
-        return {name: tensor.to(_FLOAT.get(storage, torch.bfloat16)).contiguous()}
+        dtype = _FLOAT.get(storage, torch.bfloat16)
+        return {name: tensor.to(dtype, copy=True).contiguous()}
     if spec.role == "table":
         weight, scale = quant.quantise_rows_fp8(tensor, TABLE_GROUP)
     elif spec.role == "expert" and storage == "fp4":
