@@ -46,12 +46,20 @@ def unpack_e2m1(packed: NDArray[np.uint8]) -> Array:
 
 def to_nearest(x: Array, magnitudes: Array) -> Array:
     """The nearest of ±magnitudes; halfway goes to the even code, too large to the largest."""
-    size = np.abs(x)
-    above = np.clip(np.searchsorted(magnitudes, size), 1, len(magnitudes) - 1)
-    below = above - 1
-    middle = (magnitudes[below] + magnitudes[above]) / 2
-    take_above = (size > middle) | ((size == middle) & (above % 2 == 0))
-    return np.copysign(magnitudes[np.where(take_above, above, below)], x)
+    size, halfway = np.abs(x), (magnitudes[:-1] + magnitudes[1:]) / 2
+    lower = halfway.searchsorted(size, side="left")
+    upper = halfway.searchsorted(size, side="right")  # one more at a tie, else the same
+    return np.copysign(magnitudes[np.where(lower % 2 == 0, lower, upper)], x)
+
+
+def to_e4m3(x: Array) -> Array:
+    """By way of float32: no value is wider when it is quantised, and torch's cast from float64
+    goes the same way, which decides what lies within float32's rounding of a halfway point."""
+    return to_nearest(x.astype(np.float32).astype(np.float64), E4M3_MAGNITUDES)
+
+
+def to_e2m1(x: Array) -> Array:
+    return to_nearest(x, E2M1_MAGNITUDES)
 
 
 def power_of_two_at_least(x: Array) -> Array:
@@ -82,32 +90,27 @@ class RoundTrips:
     def fp8(self, x: Array, group: int) -> Array:
         """e4m3 with a power-of-two scale per group; amax floored at 1e-4."""
         return self._by_group(
-            x,
-            group,
-            E4M3_MAGNITUDES,
-            lambda amax: power_of_two_at_least(np.maximum(amax, 1e-4) / 448),
+            x, group, to_e4m3, lambda amax: power_of_two_at_least(np.maximum(amax, 1e-4) / 448)
         )
 
     def fp4(self, x: Array, group: int) -> Array:
         """e2m1 with a power-of-two scale per group; the floor only keeps zeros from dividing."""
         return self._by_group(
-            x,
-            group,
-            E2M1_MAGNITUDES,
-            lambda amax: power_of_two_at_least(np.maximum(amax, 1e-30) / 6),
+            x, group, to_e2m1, lambda amax: power_of_two_at_least(np.maximum(amax, 1e-30) / 6)
         )
 
     def fp4_e4m3(self, x: Array) -> Array:
         """e2m1 with an e4m3 scale per 16 values; amax floored at 6 times the least e4m3, 2^-9."""
         return self._by_group(
-            x,
-            16,
-            E2M1_MAGNITUDES,
-            lambda amax: to_nearest(np.maximum(amax, 6 * 2.0**-9) / 6, E4M3_MAGNITUDES),
+            x, 16, to_e2m1, lambda amax: to_e4m3(np.maximum(amax, 6 * 2.0**-9) / 6)
         )
 
     def _by_group(
-        self, x: Array, group: int, magnitudes: Array, scale_of: Callable[[Array], Array]
+        self,
+        x: Array,
+        group: int,
+        rounded: Callable[[Array], Array],
+        scale_of: Callable[[Array], Array],
     ) -> Array:
         if not self.enabled:
             return x
@@ -115,5 +118,5 @@ class RoundTrips:
         for start in range(0, x.shape[-1], group):
             part = x[..., start : start + group]
             scale = scale_of(np.abs(part).max(axis=-1, keepdims=True))
-            out[..., start : start + group] = to_nearest(part / scale, magnitudes) * scale
+            out[..., start : start + group] = rounded(part / scale) * scale
         return out

@@ -2,7 +2,7 @@
 
 A second implementation, written from the description of the architecture without reading the
 engine. No caches, no batches, no fast paths; it exists to disagree with the engine when one of the
-two is wrong, so nothing in this folder may import the engine.
+two is wrong, so no module of this folder but a test may import the engine.
 
 Layers are walked in order, and within a layer every position in turn: `x[t]` is always the vector
 of position t alone. Whatever a query looks at is a list made anew from those vectors; nothing is
@@ -28,6 +28,10 @@ Vectors = list[Array]
 
 def sigmoid(x: Array) -> Array:
     return np.exp(-np.logaddexp(0, -x))
+
+
+def relu(x: Array) -> Array:
+    return np.maximum(x, 0)
 
 
 def softmax(x: Array, axis: int) -> Array:
@@ -77,6 +81,10 @@ def rotate(x: Array, position: int, freqs: Array) -> Array:
     out[..., start::2] = even * cos - odd * sin
     out[..., start + 1 :: 2] = even * sin + odd * cos
     return out
+
+
+def engram_gate(match: float) -> float:
+    return float(sigmoid(np.sign(match) * np.sqrt(max(abs(match), 1e-6))))
 
 
 @dataclass
@@ -197,7 +205,7 @@ class Naive:
     ) -> tuple[Vectors, Vectors]:
         """One mHC site around a sublayer: the new streams, and this site's pre."""
         mixes = [self.mix(f"{name}.hc_{kind}", s) for s in streams]
-        used = pres if self.c.v41 else [m.pre for m in mixes]
+        used = self.used_pre(pres, [m.pre for m in mixes])
         x = [self.norm(f"{name}.{kind}_norm", p @ s) for p, s in zip(used, streams, strict=True)]
         y = sublayer(x)
         new = [
@@ -205,6 +213,10 @@ class Naive:
             for m, out, s in zip(mixes, y, streams, strict=True)
         ]
         return new, [m.pre for m in mixes]
+
+    def used_pre(self, before: Vectors, own: Vectors) -> Vectors:
+        """V4.1 lags by one site: what a site reads with was drawn at the site before."""
+        return before if self.c.v41 else own
 
     # --- attention
 
@@ -236,17 +248,21 @@ class Naive:
         """[H, D]."""
         c = self.c
         q = self.linear(f"{attn}.wq_b", latent).reshape(c.num_attention_heads, c.head_dim)
-        if not c.v41:
-            q = np.array([head / rms(head, c.rms_norm_eps) for head in q])
-        return rotate(q, t, freqs)
+        return rotate(self.head_norm(q), t, freqs)
+
+    def head_norm(self, q: Array) -> Array:
+        """V4 only, without a weight."""
+        if self.c.v41:
+            return q
+        return np.array([head / rms(head, self.c.rms_norm_eps) for head in q])
 
     def window_key(self, attn: str, x: Array, t: int, freqs: Array) -> Array:
         """[D]; key and value in one."""
         k = rotate(self.norm(f"{attn}.kv_norm", self.linear(f"{attn}.wkv", x)), t, freqs)
-        return self.store.fp8(k, 32) if self.c.v41 else self.store_v4(k)
+        return self.store.fp8(k, 32) if self.c.v41 else self.store_but_tail(k)
 
-    def store_v4(self, k: Array) -> Array:
-        """V4 keeps the rotary tail as it is."""
+    def store_but_tail(self, k: Array) -> Array:
+        """V4's form, of window keys and of entries: the rotary tail stays as it is."""
         plain = self.c.head_dim - self.c.qk_rope_head_dim
         return np.concatenate([self.store.fp8(k[:plain], 64), k[plain:]])
 
@@ -298,25 +314,31 @@ class Naive:
             return
         ratio = self.c.compress_ratios[layer]
         has_index = self.index_source(layer) is not None
-        entries, index_keys = [], []
+        self.entries[layer], self.index_keys[layer] = [], []
         for j in range(len(x) // ratio):
-            first, last = j * ratio, (j + 1) * ratio - 1
+            position = self.entry_position(j, ratio)
             if self.c.v41:
-                latent = self.latent(f"{attn}.compressor", x[first : last + 1])
-                if has_index:
-                    key = self.norm(
-                        f"{attn}.indexer.k_norm", self.w[f"{attn}.indexer.wk.weight"] @ latent
-                    )
-                    index_keys.append(self.store.fp4(rotate(key, first, freqs), 32))
-                entries.append(self.store.fp4_e4m3(rotate(latent, first, freqs)))
+                before = self.latent(f"{attn}.compressor", x[j * ratio : (j + 1) * ratio])
+                entry = self.store.fp4_e4m3(rotate(before, position, freqs))
             else:
-                pooled = self.pool(f"{attn}.compressor", x, j, ratio)
-                entries.append(self.store_v4(rotate(pooled, first, freqs)))
-                if has_index:
+                before = self.pool(f"{attn}.compressor", x, j, ratio)
+                entry = self.store_but_tail(rotate(before, position, freqs))
+            self.entries[layer].append(entry)
+            if has_index:
+                if self.c.v41:  # from what the entry was before its rotation
+                    key = self.norm(f"{attn}.indexer.k_norm", self.index_projection(attn, before))
+                    key = rotate(key, position, freqs)
+                else:
                     key = self.pool(f"{attn}.indexer.compressor", x, j, ratio)
-                    key = hadamard(self.c.index_head_dim) @ rotate(key, first, freqs)
-                    index_keys.append(self.store.fp4(key, 32))
-        self.entries[layer], self.index_keys[layer] = entries, index_keys
+                    key = hadamard(self.c.index_head_dim) @ rotate(key, position, freqs)
+                self.index_keys[layer].append(self.store.fp4(key, 32))
+
+    def entry_position(self, j: int, ratio: int) -> int:
+        """Where an entry stands: at the first token of its group."""
+        return j * ratio
+
+    def index_projection(self, attn: str, latent: Array) -> Array:
+        return self.w[f"{attn}.indexer.wk.weight"] @ latent
 
     def latent(self, name: str, group: Vectors) -> Array:
         """V4.1: a gated mean of two tokens, or one token as it is; no overlap, no ape."""
@@ -358,9 +380,14 @@ class Naive:
             scores = self.index_scores(attn, x[t], latents[t], layer, t, freqs)
             if layer == c.candidate_source_layer_id:
                 self.candidates.append(self.candidate_entries(scores))
-            if c.candidate_source_layer_id is not None and layer > c.candidate_source_layer_id:
+            if self.is_restricted(layer):
                 scores = [s if j in self.candidates[t] else -math.inf for j, s in enumerate(scores)]
             self.selected[layer].append(best(scores, c.index_topk))
+
+    def is_restricted(self, layer: int) -> bool:
+        """Whether the layer chooses among the candidates only; their source itself does not."""
+        source = self.c.candidate_source_layer_id
+        return source is not None and layer > source
 
     def index_scores(
         self, attn: str, x: Array, latent: Array, layer: int, t: int, freqs: Array
@@ -375,7 +402,7 @@ class Naive:
         weights = self.w[f"{name}.weights_proj.weight"] @ x
         weights = weights / math.sqrt(c.index_head_dim * c.index_n_heads)
         keys = self.index_keys[self.kv_source(layer)][: self.complete(layer, t)]
-        return [float(weights @ np.maximum(q @ key, 0)) for key in keys]
+        return [float(weights @ relu(q @ key)) for key in keys]
 
     def candidate_entries(self, scores: list[float]) -> set[int]:
         """Entries of the best blocks; the block with the newest visible entry is always in."""
@@ -390,6 +417,15 @@ class Naive:
 
     def moe(self, ffn: str, x: Array, token: int, layer: int, count: int | None = None) -> Array:
         """x [d] to [d]; `count` experts, the config's unless given."""
+        y = self.expert(f"{ffn}.shared_experts", x, 1.0)
+        for e, weight in self.route(ffn, x, token, layer, count).items():
+            y = y + self.expert(f"{ffn}.experts.{e}", x, weight)
+        return y
+
+    def route(
+        self, ffn: str, x: Array, token: int, layer: int, count: int | None
+    ) -> dict[int, float]:
+        """Expert -> weight. The bias has a say in the choice, none in the weight."""
         c = self.c
         scores = np.sqrt(np.logaddexp(0, self.w[f"{ffn}.gate.weight"] @ x))
         if layer < c.num_hash_layers:
@@ -399,11 +435,7 @@ class Naive:
             biased = list(scores + self.w[f"{ffn}.gate.{'bias_vl' if image else 'bias'}"])
             chosen = sorted(best(biased, count or c.num_experts_per_tok))
         total = sum(scores[e] for e in chosen)
-        y = self.expert(f"{ffn}.shared_experts", x, 1.0)
-        for e in chosen:
-            weight = scores[e] / total * c.routed_scaling_factor
-            y = y + self.expert(f"{ffn}.experts.{e}", x, weight)
-        return y
+        return {e: scores[e] / total * c.routed_scaling_factor for e in chosen}
 
     def expert(self, name: str, x: Array, weight: float) -> Array:
         """The routing weight enters before the last matrix, so before its input's round trip."""
@@ -430,6 +462,5 @@ class Naive:
             weighted = streams[s] * self.w[f"{name}.q_weight"][s] * self.w[f"{name}.k_weight"][s]
             match = (weighted @ keys[s]) / rms(streams[s], c.rms_norm_eps)
             match = match / rms(keys[s], c.rms_norm_eps) / math.sqrt(c.hidden_size)
-            gate = sigmoid(np.sign(match) * math.sqrt(max(abs(match), 1e-6)))
-            out.append(streams[s] + gate * value)
+            out.append(streams[s] + engram_gate(match) * value)
         return np.array(out)
