@@ -92,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--concurrency", type=int, default=8)
     command.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS")
     command.add_argument("--key-env", metavar="NAME", help="variable that holds the API key")
-    command.add_argument("--parse-path", default="/parse_function_call")
+    command.add_argument(
+        "--parse-path", default="/parse_function_call", help="smg has /parse/function_call"
+    )
+    command.add_argument("--parser", default="deepseekv4", help="parser name in the parse tier")
     command.add_argument("--name", default="", help="the endpoint's name in reports")
     command.add_argument("--verbose", action="store_true", help="print warnings as well")
     for form in ("json", "junit", "html", "markdown", "badge"):
@@ -242,6 +245,7 @@ async def _against(
         unsupported=_unsupported(arguments, todo),
         before=upstream.play if upstream else None,
         parse_path=arguments.parse_path,
+        parser=arguments.parser,
     )
     try:
         return await run(

@@ -33,7 +33,8 @@ class Options:
         seed: Sent with live requests, plus the number of the repeat.
         unsupported: Features the endpoint declares not to have; cases that need one are skipped.
         before: Called with each variant before it is sent (an upstream chooses its script here).
-        parse_path: Path of the parsing endpoint, which tells its shape.
+        parse_path: Path of the native parsing endpoint.
+        parser: Name of the parser to ask it for.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Options:
     unsupported: frozenset[str] = frozenset()
     before: Callable[[Variant], None] | None = None
     parse_path: str = "/parse_function_call"
+    parser: str = "deepseekv4"
 
 
 @dataclass(slots=True)
@@ -166,7 +168,8 @@ async def observe(
         body = body | {"seed": seed}
         request = replace(request, body=orjson.dumps(body))
     if variant.protocol == "parse":
-        request = replace(request, path=options.parse_path)
+        body = body | {"tool_call_parser": options.parser}
+        request = replace(request, path=options.parse_path, body=orjson.dumps(body))
     if options.before is not None:
         options.before(variant)
     exchange = await sender.send(request)

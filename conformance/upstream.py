@@ -76,6 +76,11 @@ class Upstream:
             writer.close()
 
     async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        refused = self._refusal()
+        if path.endswith("/chat/completions") and refused is not None:
+            for data in _document(refused, "400 Bad Request"):
+                yield data
+            return
         if path.endswith("/chat/completions"):
             frames = self._chat(body)
         elif path.endswith("/completions"):
@@ -83,11 +88,15 @@ class Upstream:
         elif path == "/generate":
             frames = self._generate(body)
         else:
-            for data in _document(_page(path)):
+            page = _page(path)
+            status = "200 OK" if page else "404 Not Found"
+            for data in _document(page or _error(f"no such path: {path}"), status):
                 yield data
             return
         if not body.get("stream"):
-            for data in _document(_last_or_error(list(frames))):
+            last = _finished(list(frames))
+            status = "200 OK" if last else "500 Internal Server Error"
+            for data in _document(last or _error("the script ends in a fault"), status):
                 yield data
             return
         script = self._variant.case.script if self._variant else None
@@ -168,6 +177,15 @@ class Upstream:
             }
             yield {"text": text, "output_ids": ids, "meta_info": meta}
 
+    def _refusal(self) -> dict[str, Any] | None:
+        """What a chat engine answers where the case wants a refusal: proxies pass it on."""
+        expect = self._variant.case.expect[0] if self._variant else {}
+        if expect.get("status", 200) != 400:
+            return None
+        param = expect.get("param")
+        named = param.get("chat") if isinstance(param, dict) else param
+        return _error(f"Not so: {' '.join(expect.get('message_has', ['refused']))}", named)
+
     def _chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The parsed result that the case wants, as a correct chat server sends it."""
         variant = self._variant
@@ -231,7 +249,7 @@ def _cut(text: str) -> Iterator[str]:
         yield text[start : start + 6]
 
 
-def _last_or_error(frames: list[dict[str, Any]]) -> Any:
+def _finished(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
     """A whole reply is the last frame; a script that dies has no finished one."""
     if frames:
         last = frames[-1]
@@ -241,18 +259,21 @@ def _last_or_error(frames: list[dict[str, Any]]) -> Any:
     return None
 
 
-def _page(path: str) -> Any:
+def _page(path: str) -> dict[str, Any] | None:
     if path.endswith("/models"):
-        return {
-            "object": "list",
-            "data": [{"id": "scripted", "object": "model", "owned_by": "suite"}],
-        }
-    return {"status": "ok", "model_path": "scripted", "is_generation": True}
+        model = {"id": "scripted", "object": "model", "owned_by": "suite"}
+        return {"object": "list", "data": [model]}
+    if path in {"/health", "/health_generate", "/get_model_info", "/model_info", "/"}:
+        return {"status": "ok", "model_path": "scripted", "is_generation": True}
+    return None
 
 
-def _document(value: Any) -> Iterator[bytes]:
-    status = "200 OK" if value is not None else "500 Internal Server Error"
-    error = {"error": {"message": "the script ends in a fault", "type": "server_error"}}
-    data = orjson.dumps(error if value is None else value)
+def _error(message: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
+
+
+def _document(value: dict[str, Any], status: str) -> Iterator[bytes]:
+    data = orjson.dumps(value)
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     yield head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data

@@ -281,7 +281,7 @@ def _messages(neutral: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[s
 
 def _parse(_: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     declared = [{"type": "function", "function": tool} for tool in tools]
-    return {"tools": declared, "tool_call_parser": "deepseekv4"}
+    return {"tools": declared}
 
 
 _BODIES: Mapping[Protocol, Callable[[Mapping[str, Any], list[dict[str, Any]]], dict[str, Any]]] = {
