@@ -47,7 +47,7 @@ class KVPool:
         block_size: tokens a block covers; a multiple of every compress ratio.
         num_slots: slots, the dummy slot 0 included.
         device: where the tensors live.
-        dtype: of everything but the history.
+        dtype: of rings, entries and index keys; state is in float32 at least.
 
     Raises:
         ValueError: block_size is no multiple of a ratio, or there is no block or slot.
@@ -73,7 +73,10 @@ class KVPool:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
 
-        def zeros(*shape: int) -> Tensor:
+        # Pending rows are summed up much later: bfloat16 there costs accuracy (model.md 7).
+        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         head, index = config.head_dim, config.index_head_dim
@@ -89,9 +92,11 @@ class KVPool:
             self.entries[layer.index] = zeros(num_blocks, per_block, head)
             if layer.ratio > 1:
                 shape = (num_slots, ring_rows(layer))
-                self.state[layer.index] = zeros(*shape, 2 * halves * head)
+                state = zeros(*shape, 2 * halves * head, dtype=state_dtype)
+                self.state[layer.index] = state
                 if layer.owns_index_keys and not config.is_v41:
-                    self.index_state[layer.index] = zeros(*shape, 2 * halves * index)
+                    state = zeros(*shape, 2 * halves * index, dtype=state_dtype)
+                    self.index_state[layer.index] = state
             if layer.owns_index_keys:
                 self.index_keys[layer.index] = zeros(num_blocks, per_block, index)
         history = config.engram.history_len if config.engram else 0

@@ -48,7 +48,7 @@ Tap = Callable[[str, Tensor], None]
 #: Query rows of a prefill chunk attended together: bounds the scores held at once.
 QUERY_BLOCK = 64
 #: Up to this many (row, expert) pairs, computing all experts in one product beats visiting the
-#: chosen ones one by one; beyond it the wasted work weighs more than the calls saved.
+#: chosen ones in turn; beyond it the wasted work weighs more than the calls saved.
 DENSE_PAIRS = 128
 
 
@@ -290,6 +290,8 @@ class Model:
         batch, ring = step.batch, step.pool.window[layer.index]
         width, head = ring.shape[1:]
         flat_ring = ring.view(-1, head)
+        if ring.dtype != k.dtype:  # a chunk's own keys must look like those of earlier chunks
+            k = k.to(ring.dtype).to(k.dtype)
         # What the chunks' first rows see of earlier chunks must be read before it is overwritten.
         earlier = {}
         for span in batch.prefill:
@@ -575,6 +577,8 @@ class Model:
         experts = self._route(w, scores, step)
         weights = ops.route(scores, experts, self.config.routed_scaling_factor)
         x = self._act(x)
+        if len(x) == 1:
+            return self._one_row(w, x, experts, weights)
         if len(x) * len(w.w13) <= DENSE_PAIRS:
             return self._all_experts(w, x, experts, weights)
         return self._chosen_experts(w, x, experts, weights)
@@ -589,15 +593,24 @@ class Model:
             biased = torch.where(step.image[:, None], scores + w.bias_vl, biased)
         return biased.topk(self.config.num_experts_per_tok, -1).indices
 
+    def _one_row(self, w: MoeWeights, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Read only the chosen experts' weights: at one row, reading is what takes the time."""
+        picked = F.pad(experts[0], (0, 1), value=len(w.w13) - 1)  # and the shared expert
+        w13, w2 = w.w13.index_select(0, picked), w.w2.index_select(0, picked)
+        return self._stacked_experts(w13, w2, x, F.pad(weights, (0, 1), value=1.0))
+
     def _all_experts(self, w: MoeWeights, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Compute every expert for every row; those not chosen have weight 0."""
-        rows, count = len(x), len(w.w13)
-        whole = weights.new_zeros(rows, count)
+        whole = weights.new_zeros(len(x), len(w.w13))
         whole[:, -1] = 1.0  # the shared expert
         whole.scatter_(1, experts, weights)
-        gate_up = ops.linear(x, w.w13.flatten(0, 1)).view(rows, count, -1)
-        hidden = self._act(ops.swiglu(gate_up, self.config.swiglu_limit, whole))
-        return ops.linear(hidden.flatten(1), w.w2.flatten(0, 1).t())
+        return self._stacked_experts(w.w13, w.w2, x, whole)
+
+    def _stacked_experts(self, w13: Tensor, w2: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """Run each of N experts on every row, weighted [T, N], as two matrix products."""
+        gate_up = ops.linear(x, w13.flatten(0, 1)).view(*weights.shape, -1)
+        hidden = self._act(ops.swiglu(gate_up, self.config.swiglu_limit, weights))
+        return ops.linear(hidden.flatten(1), w2.flatten(0, 1).t())
 
     def _chosen_experts(self, w: MoeWeights, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Visit each expert that some row chose, in ascending order, the shared one first."""

@@ -48,7 +48,8 @@ def test_tensors_have_the_documented_shapes():
     assert {i: tuple(s.shape) for i, s in pool.state.items()} == {1: (3, 2, 64), 3: (3, 2, 64)}
     assert not pool.index_state
     assert pool.history.shape == (3, 3)
-    assert pool.window[0].dtype == torch.bfloat16
+    assert pool.window[0].dtype == pool.entries[1].dtype == torch.bfloat16
+    assert pool.state[1].dtype == torch.float32
     tensors = [
         *pool.window,
         *pool.entries.values(),
