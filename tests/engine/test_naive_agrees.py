@@ -114,7 +114,7 @@ class Case:
     storage: Storage = "f32"
     edit: Callable[[Tensors], None] = lambda tensors: None
     round_trips: bool = False
-    lengths: tuple[int, ...] = (36, 21)
+    lengths: tuple[int, ...] = (33, 10)
     seeds: tuple[int, ...] = (0,)
     image_every: int | None = None
 
@@ -154,15 +154,15 @@ CASES = {
         round_trips=True,
         lengths=(20,),
     ),
-    "v4 ties": Case(build.v4(), edit=equal_scores),
-    "v4.1 ties": Case(build.v41(), edit=equal_scores),
-    "v4.1 images": Case(build.v41(image=True), image_every=5),
+    "v4 ties": Case(build.v4(), edit=equal_scores, lengths=(30,)),
+    "v4.1 ties": Case(build.v41(), edit=equal_scores, lengths=(18,)),
+    "v4.1 images": Case(build.v41(image=True), image_every=5, lengths=(18, 7)),
     "v4.1 tiny values": Case(
         build.v41(quantised=True), "fp8", edit=tiny_values, round_trips=True, lengths=(20,)
     ),
     "v4 ratio 128": Case(
         build.v4(num_hidden_layers=3, num_hash_layers=1, compress_ratios=[0, 128, 4, 0]),
-        lengths=(260, 5),
+        lengths=(257,),
     ),
     "v4.1 as shipped": Case(orjson.loads(SHIPPED.read_bytes()), "bf16", lengths=(20,)),
 }
@@ -319,7 +319,7 @@ def test_float32_with_round_trips_agrees_at_nearly_all_positions(
     """
     case, path = CASES[name], checkpoint(name, 0)
     rng = np.random.default_rng(3)
-    sequences = [rng.integers(6, 288, 6).tolist() for _ in range(20)]
+    sequences = [rng.integers(6, 288, 6).tolist() for _ in range(16)]
 
     def share_agreeing(expected: list[np.ndarray]) -> float:
         return float(
