@@ -154,7 +154,8 @@ def test_fast_paths_equal_their_slow_twins(load, kind, monkeypatch):
 
 def test_bfloat16_linears_stay_close(tmp_path):
     """With linears and pools in bfloat16 logits move by rounding, not by structure."""
-    path = build.write(tmp_path, build.v41(), storage="bf16")
+    config = build.v41(index_topk=64, candidate_source_layer_id=None)  # a choice is a cliff
+    path = build.write(tmp_path, config, storage="bf16")
     ids = tokens(40, 2)
     want = run(load_model(path), ids)
     model = load_model(path, dtype=torch.bfloat16)
@@ -166,9 +167,9 @@ def test_bfloat16_linears_stay_close(tmp_path):
 
     got = run(model, ids, pool=pool())
     assert got.dtype == torch.float32
-    assert 1e-4 < float((got - want).abs().mean()) < 0.05 * float(want.std())
+    assert 1e-4 < float((got - want).abs().mean()) < 0.03 * float(want.std())
     chunked = run(model, ids, [7] * 5 + [1] * 5, pool=pool())
-    assert float((chunked - got).abs().mean()) < 0.02 * float(want.std())
+    assert float((chunked - got).abs().mean()) < 0.03 * float(want.std())
 
 
 # ---------------------------------------------------------------- planted faults
