@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.api import EngineError
-from engine.config import CSA_RATIO
+from engine.config_checks import CSA_RATIO
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,12 +18,9 @@ from typing import Any, Literal
 import orjson
 
 from engine.api import EngineError
+from engine.config_checks import CSA_RATIO, problems, wanted
 
 Version = Literal["v4", "v4.1"]
-#: V4's overlapping compressor, the one with an indexer, is recognised by its ratio alone.
-CSA_RATIO = 4
-#: V4's compressed layers without an indexer (128 in the published models).
-HCA_RATIOS = (8, 16, 32, 64, 128, 256)
 
 
 class ConfigError(EngineError):
@@ -202,9 +199,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse a configuration the engine cannot run."""
-        problems = list(_problems(self))
-        if problems:
-            raise ConfigError("model configuration", problems)
+        found = list(problems(self))
+        if found:
+            raise ConfigError("model configuration", found)
 
     @property
     def is_v41(self) -> bool:
@@ -286,11 +283,11 @@ class ModelConfig:
             "deepseek_v41_text": "v4.1",
         }
         if model_type not in versions:
-            raise ConfigError("config", [f"model_type: {_want(list(versions), model_type)}"])
+            raise ConfigError("config", [f"model_type: {wanted(list(versions), model_type)}"])
         version = versions[model_type]
         text = data.get("text_config", data)
         if not isinstance(text, Mapping):
-            raise ConfigError("config", [f"text_config: {_want('an object', text)}"])
+            raise ConfigError("config", [f"text_config: {wanted('an object', text)}"])
         fields = _Fields(text, "text_config." if text is not data else "")
         values = _read(fields, version, data)
         if fields.problems:
@@ -316,7 +313,7 @@ class _Fields:
         self.problems: list[str] = []
 
     def note(self, name: str, expected: object, got: object) -> None:
-        self.problems.append(f"{self.prefix}{name}: {_want(expected, got)}")
+        self.problems.append(f"{self.prefix}{name}: {wanted(expected, got)}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.data.get(name, default)
@@ -347,10 +344,6 @@ class _Fields:
         value = self.data.get(name, accepted[0])
         if value not in accepted:
             self.note(name, " or ".join(map(repr, accepted)), value)
-
-
-def _want(expected: object, got: object) -> str:
-    return f"expected {expected}, got {'nothing' if got is None else repr(got)}"
 
 
 def _read(fields: _Fields, version: Version, top: Mapping[str, Any]) -> dict[str, Any]:
@@ -493,108 +486,3 @@ def _dspark(fields: _Fields, values: Mapping[str, Any]) -> Dspark | None:
             "dspark_num_experts_per_tok", values["num_experts_per_tok"]
         ),
     )
-
-
-def _problems(c: ModelConfig) -> Iterator[str]:
-    """Yield what the values contradict, one sentence each."""
-    positive = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
-        "q_lora_rank o_lora_rank o_groups sliding_window n_routed_experts num_experts_per_tok "
-        "moe_intermediate_size max_position_embeddings hc_mult hc_sinkhorn_iters index_n_heads "
-        "index_head_dim index_topk candidate_topk_blocks candidate_block_size routed_scaling_factor "
-        "swiglu_limit rope_theta compress_rope_theta rms_norm_eps hc_eps"
-    )
-    for name in positive.split():
-        if getattr(c, name) <= 0:
-            yield f"{name}: {_want('a positive number', getattr(c, name))}"
-    for name in ("num_hash_layers", "num_nextn_predict_layers"):
-        if getattr(c, name) < 0:
-            yield f"{name}: {_want('a number >= 0', getattr(c, name))}"
-    if c.o_groups > 0 and c.num_attention_heads % c.o_groups:
-        yield f"o_groups: {_want(f'a divisor of the {c.num_attention_heads} heads', c.o_groups)}"
-    if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > c.head_dim:
-        yield f"qk_rope_head_dim: {_want(f'an even number <= {c.head_dim}', c.qk_rope_head_dim)}"
-    for name in ("head_dim", "index_head_dim"):
-        if getattr(c, name) % 2 and getattr(c, name) != 1:  # 1 stands for "no indexer"
-            yield f"{name}: {_want('an even number', getattr(c, name))}"
-    if c.num_experts_per_tok > c.n_routed_experts:
-        got = c.num_experts_per_tok
-        yield f"num_experts_per_tok: {_want(f'at most {c.n_routed_experts}', got)}"
-    for name, ids in (("eos_token_id", c.eos_token_ids), ("bos_token_id", (c.bos_token_id,))):
-        for token in ids:
-            if not 0 <= token < c.vocab_size:
-                yield f"{name}: {_want(f'an id below {c.vocab_size}', token)}"
-    accepted = (0, 1, 2) if c.is_v41 else (0, CSA_RATIO, *HCA_RATIOS)
-    for index, ratio in enumerate(c.compress_ratios):
-        if ratio not in accepted:
-            yield f"compress_ratios[{index}]: {_want(f'one of {list(accepted)}', ratio)}"
-    yield from _index_problems(c)
-    if c.is_v41:
-        yield from _source_problems(c)
-        if c.num_hash_layers:
-            yield f"num_hash_layers: {_want('0 for V4.1', c.num_hash_layers)}"
-    if c.engram:
-        yield from _engram_problems(c, c.engram)
-    for layer in c.dspark.target_layer_ids if c.dspark else ():
-        if not 0 <= layer < c.num_hidden_layers:
-            yield f"dspark_target_layer_ids: {_want(f'ids below {c.num_hidden_layers}', layer)}"
-
-
-def _index_problems(c: ModelConfig) -> Iterator[str]:
-    indexed = bool(c.index_source_layer_ids) if c.is_v41 else CSA_RATIO in c.compress_ratios
-    if not indexed:
-        return
-    if c.index_head_dim < c.qk_rope_head_dim:
-        yield f"index_head_dim: {_want(f'at least {c.qk_rope_head_dim}', c.index_head_dim)}"
-    if not c.is_v41 and c.index_head_dim & (c.index_head_dim - 1):
-        yield f"index_head_dim: {_want('a power of two (Hadamard)', c.index_head_dim)}"
-
-
-def _source_problems(c: ModelConfig) -> Iterator[str]:
-    """V4.1's ownership of entries, choices and candidates (model.md 2.9)."""
-    ratios, layers = c.compress_ratios, c.num_hidden_layers
-    lists = (
-        ("kv_source_layer_ids", c.kv_source_layer_ids),
-        ("index_source_layer_ids", c.index_source_layer_ids),
-    )
-    for name, ids in lists:
-        if list(ids) != sorted(set(ids)) or any(not 0 <= i < layers for i in ids):
-            yield f"{name}: {_want(f'ascending ids below {layers}', list(ids))}"
-            return
-        for layer in ids:
-            if not ratios[layer]:
-                yield f"{name}: {_want('layers with a compress ratio above 0', layer)}"
-    for index, ratio in enumerate(ratios):
-        source = max((i for i in c.kv_source_layer_ids if i <= index), default=None)
-        if ratio and (source is None or ratios[source] != ratio):
-            seen = "none" if source is None else f"layer {source} of ratio {ratios[source]}"
-            wanted = f"expected a source of ratio {ratio} for layer {index}"
-            yield f"kv_source_layer_ids: {wanted}, got {seen}"
-    index_sources = set(c.index_source_layer_ids)
-    if index_sources and not set(c.kv_source_layer_ids) <= index_sources:
-        missing = sorted(set(c.kv_source_layer_ids) - index_sources)
-        yield f"index_source_layer_ids: expected every KV source among them, got none of {missing}"
-    candidate = c.candidate_source_layer_id
-    if candidate is not None and candidate not in index_sources:
-        yield f"candidate_source_layer_id: {_want('an index source', candidate)}"
-    elif candidate is not None and candidate < max(c.kv_source_layer_ids, default=-1):
-        last = max(c.kv_source_layer_ids)
-        yield f"candidate_source_layer_id: {_want(f'a layer >= the last KV source {last}', candidate)}"
-
-
-def _engram_problems(c: ModelConfig, e: Engram) -> Iterator[str]:
-    ids = e.layer_ids
-    if list(ids) != sorted(set(ids)) or any(not 0 <= i < c.num_hidden_layers for i in ids):
-        yield f"engram_layer_ids: {_want(f'ascending ids below {c.num_hidden_layers}', list(ids))}"
-    for name in ("n_heads", "head_dim", "vocab_size", "compressed_vocab_size"):
-        if getattr(e, name) <= 0:
-            yield f"engram_{name}: {_want('a positive integer', getattr(e, name))}"
-            return
-    if e.max_ngram_size < 2:
-        yield f"engram_max_ngram_size: {_want('at least 2', e.max_ngram_size)}"
-        return
-    if not 0 <= e.pad_token_id < c.vocab_size:
-        yield f"engram_pad_token_id: {_want(f'an id below {c.vocab_size}', e.pad_token_id)}"
-    sums = [sum(primes) for primes in e.primes]
-    if list(e.num_embeddings) != sums:
-        yield f"engram_num_embeddings: {_want(f'the sums of the primes {sums}', list(e.num_embeddings))}"

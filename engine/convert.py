@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.api import EngineError
-from engine.config import CSA_RATIO, Version
+from engine.config import Version
+from engine.config_checks import CSA_RATIO
 from engine.model.writer import save_checkpoint
 
 _GLOBAL = {

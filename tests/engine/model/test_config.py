@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -196,3 +198,15 @@ def test_yarn_is_known_under_both_spellings():
     by_rope_type = ModelConfig.from_dict(build.v4(rope_scaling={"rope_type": "yarn", **yarn}))
 
     assert by_type.yarn == by_rope_type.yarn is not None
+
+
+def test_the_configuration_loads_no_torch():
+    """The gateway reads the config of what it serves in a process without a GPU stack."""
+    code = (
+        "import sys; from engine.config import ModelConfig; from engine import TINY_CHECKPOINT;"
+        "ModelConfig.from_file(TINY_CHECKPOINT).layers;"
+        "import engine.model.names; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
