@@ -165,7 +165,8 @@ class Exchange:
             chunks = self._pipeline.close(finish)
             if self._pipeline.gate.error is not None:
                 return self._refuse(chunks, self._pipeline.gate.error)
-        chunks += self._wire.finish(finish)
+        if not self._wire.finished:  # what was held may have ended in a stop sequence
+            chunks += self._wire.finish(finish)
         if not self.stream:
             return []
         chunks[-1] = self._seal(chunks[-1])

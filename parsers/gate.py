@@ -234,6 +234,8 @@ class ToolGate:
 
     def _on_invoke_opened(self, event: InvokeOpened) -> None:
         name = event.name
+        if name is not None and quote(name) != name:
+            name = None  # no tool is called like a marker
         tool = -1 if name is None else self._tools.index(name)
         self._call = Invoke(
             name or "",

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from parsers.dialects import spell
+from parsers.dialects import quote, spell
 from parsers.events import ParamOpened
-from parsers.jsontext import escape, hide_bars, is_strict, members, mend_surrogates
+from parsers.jsontext import escape, held_bar, hide_bars, is_strict, members, mend_surrogates
 from parsers.policy import Action, GatePolicy, Hold
 from parsers.report import LONGEST_RAW, Repaired
 from parsers.sink import Sink
@@ -75,6 +75,7 @@ class Invoke:
         self._string: bool | None = None
         self._mode: Literal["stream", "hold", "skip"] = "skip"
         self._pieces: list[str] = []
+        self._tail = ""  # of a string: what may begin a marker
 
     def keep(self, raw: str) -> None:
         """Remember source text for the report."""
@@ -105,17 +106,24 @@ class Invoke:
     def add(self, raw: str) -> None:
         """Continue the parameter's value."""
         if self._mode == "stream":
-            self._write(escape(spell(raw)))
+            text = self._tail + spell(raw)
+            end = len(text) - held_bar(text)
+            self._tail = text[end:]
+            self._write(escape(text[:end]))
         elif self._mode == "hold":
             self._pieces.append(raw)
 
     def close_parameter(self) -> None:
         """End the parameter."""
         if self._mode == "stream":
-            self._write('"')
+            self._end_string()
         elif self._mode == "hold":
             self._judge(spell("".join(self._pieces)))
         self._mode = "skip"
+
+    def _end_string(self) -> None:
+        self._write(escape(self._tail) + '"')
+        self._tail = ""
 
     def _judge(self, text: str) -> None:
         """Decide the value of a parameter that is not, or perhaps not, a string."""
@@ -171,7 +179,7 @@ class Invoke:
         else:
             self._mend("unclosed_call", None)
             if self._mode == "stream":
-                self._write('"')
+                self._end_string()
             self._end()
 
     # Writing, at once or when the call is whole
@@ -205,4 +213,4 @@ class Invoke:
         self._sink.close_call(empty=self._written == 0)
 
     def _mend(self, rule: str, parameter: str | None) -> None:
-        self.mends.append(Repaired(self.name, rule, parameter))
+        self.mends.append(Repaired(self.name, rule, parameter and quote(parameter)))

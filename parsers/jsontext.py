@@ -17,6 +17,7 @@ DEEPEST = 128
 """Nesting beyond which a value is not taken for JSON (readers in the field stop near 128)."""
 
 _BAR = "｜"
+_BAR_BEGUN = re.compile(r"\|(?:D(?:SM?)?)?\Z")
 
 
 class _RepeatedKeyError(ValueError):
@@ -41,7 +42,7 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _BLANKS = " \t\n\r"
-_BREAKS = frozenset(" \"'\\<>=" + _BAR)
+_BREAKS = frozenset(" \"'\\<>=|" + _BAR)
 
 
 def is_strict(text: str) -> bool:
@@ -128,13 +129,19 @@ def _depth(text: str) -> int:
 
 
 def escape(text: str) -> str:
-    """Return the inside of a JSON string; the marker's bar is escaped, so no marker shows."""
-    return orjson.dumps(text).decode()[1:-1].replace(_BAR, "\\uff5c")
+    """Return the inside of a JSON string in which no marker shows."""
+    return hide_bars(orjson.dumps(text).decode()[1:-1])
 
 
 def hide_bars(text: str) -> str:
-    """Return a JSON text in which the marker's bar is escaped (it can only stand in a string)."""
-    return text.replace(_BAR, "\\uff5c")
+    """Escape the bars of markers in a JSON text, where they can only stand in a string."""
+    return text.replace(_BAR, "\\uff5c").replace("|DSML", "\\u007cDSML")
+
+
+def held_bar(text: str) -> int:
+    """Return how much of the end of a text may begin a marker that ``hide_bars`` hides."""
+    found = _BAR_BEGUN.search(text)
+    return 0 if found is None else len(found[0])
 
 
 def key_text(key: str) -> str:

@@ -114,6 +114,13 @@ def test_a_stop_sequence_ends_the_reply(codec: Codec, tools: Any, size: int) -> 
     assert exchange.report.calls == 0
 
 
+def test_a_stop_sequence_in_what_was_held_ends_the_reply(codec: Codec) -> None:
+    """Text held until the end may complete a stop sequence: the reply has one last chunk."""
+    reply = talk(codec, "R</think>x <", tools=TOOLS, stop="<")
+
+    assert (reply["content"], reply["finish"]) == ("x ", "stop")
+
+
 def test_a_stop_sequence_does_not_cut_arguments(codec: Codec) -> None:
     """The codec's meaning: reasoning and arguments are never cut."""
     reply = talk(codec, CALLS.replace(">x<", ">x END y<"), tools=TOOLS, stop="END")

@@ -112,6 +112,18 @@ def test_names_are_compared_as_they_are(play: Play) -> None:
         assert reasons(play(block(call(name))))[0][1] == "undeclared_tool"
 
 
+@pytest.mark.parametrize("bars", ["｜DSML｜", "|DSML|"])
+def test_a_name_that_shows_a_marker_is_no_name(codec: Codec, bars: str) -> None:
+    """Such a call is malformed even where undeclared ones are passed."""
+    policy = GatePolicy(undeclared_tool=Action.PASS)
+    changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, policy)
+    ids = encode(codec, 'R</think><｜DSML｜tool_calls><｜DSML｜invoke name="')
+    ids += plainly(codec, f"rm<{bars}") + encode(codec, '">\n</｜DSML｜invoke>')
+    got = message(chunks(drive(open_chat(changed, stream=True, tools=TOOLS), each(ids))))
+
+    assert reasons(got) == [(None, "malformed_call")]
+
+
 def test_text_after_a_withheld_call_is_the_answer(play: Play) -> None:
     """As long as no call was delivered, text goes on."""
     got = play(block(call("rm")) + "\nSorry.")
@@ -281,7 +293,7 @@ def test_text_marked_as_a_string_stays_one(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a b", 'a"b', "a\\b", "a\nb", "a\tb", "", "ключ", "a>b", "x=y", "｜", "'"]
+    "name", ["a b", 'a"b', "a\\b", "a\nb", "a\tb", "", "ключ", "a>b", "x=y", "｜", "|DSML|", "'"]
 )
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("string", ["true", "false"])

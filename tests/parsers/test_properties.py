@@ -98,6 +98,10 @@ def is_beginning(text: str) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
+        if re.search(
+            r"\\u[0-9a-f]{4}\Z", text
+        ):  # the decoder wants one more character after an escape
+            return is_beginning(text + "x")
         return error.pos >= len(text) or error.msg.startswith("Unterminated string")
     return True
 
