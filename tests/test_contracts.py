@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -82,3 +84,87 @@ def test_wheel_is_exactly_the_four_rooms(wheel: Path) -> None:
 def test_wheel_fits_twenty_megabytes(wheel: Path) -> None:
     """The checkpoint that ships keeps the wheel small (issue 2: at most 20 MB)."""
     assert wheel.stat().st_size <= 20_000_000
+
+
+PLANTED = {
+    "torch in the gateway": ("gateway/settings.py", "import torch", "pure rooms load no GPU stack"),
+    "asyncio in the parsers": ("parsers/values.py", "import asyncio", "parsers do no I/O"),
+    "a second speaker to the codec": (
+        "parsers/values.py",
+        "import deepseek_recipe",
+        "one module speaks to the codec",
+    ),
+    "a second door to the engine": (
+        "gateway/app.py",
+        "import engine.thread",
+        "one door to the engine's thread",
+    ),
+    "the suite knows the server": (
+        "conformance/sse.py",
+        "import parsers",
+        "conformance stands alone",
+    ),
+    "a plan that knows the model": (
+        "engine/plan/blocks.py",
+        "import engine.model.v4",
+        "the engine's floors",
+    ),
+    "the engine answers HTTP": (
+        "engine/core.py",
+        "import starlette",
+        "the engine has no HTTP, tools or codec",
+    ),
+    "parsers know the engine": (
+        "parsers/values.py",
+        "import engine.api",
+        "gateway sits on engine and parsers, which do not know each other",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copy")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def lint_imports(folder: Path) -> dict[str, bool]:
+    """Contract name to whether it is kept, as import-linter prints them."""
+    tool = Path(sys.executable).with_name("lint-imports")
+    out = subprocess.run(
+        [str(tool), "--no-cache"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    ).stdout
+    return {
+        line.rsplit(" ", 1)[0]: line.endswith("KEPT")
+        for line in out.splitlines()
+        if line.endswith((" KEPT", " BROKEN"))
+    }
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_import_breaks_its_contract(copy: Path, name: str) -> None:
+    """Each import contract catches the import it is there for, and names itself."""
+    file, line, contract = PLANTED[name]
+    path = copy / file
+    before = path.read_text()
+    path.write_text(before + f"\n{line}\n")
+
+    found = lint_imports(copy)
+    path.write_text(before)
+
+    assert found[contract] is False
+
+
+def test_the_contracts_are_kept_without_planted_imports(copy: Path) -> None:
+    """The copy itself breaks nothing, and every contract has its planted fault."""
+    found = lint_imports(copy)
+
+    assert all(found.values())
+    assert {contract for _, _, contract in PLANTED.values()} == set(found)
