@@ -32,6 +32,9 @@ class Exchange:
     Call ``start`` once, ``receive`` for every step, then ``close`` or ``fail``. The bytes of a
     stream are the lists these return, joined; a whole reply is ``body`` after ``close``.
 
+    ``usage`` rides on the last chunk with a choice, whatever ``stream_options.include_usage`` says,
+    as in the official codec's streams (protocol.md 2.2); no chunk without a choice is sent.
+
     Attributes:
         prompt_ids: the prompt, encoded by the codec.
         sampling: how to generate.

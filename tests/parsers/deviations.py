@@ -50,6 +50,10 @@ DEVIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "attributes are read however they are spelled",
         {"finish": "tool_calls", "calls": [("now", '{"a": "x"}')]},
     ),
+    "C26": (
+        "the marker's bar is escaped in arguments",
+        {"calls": [("submit", '{"a": "</\\u007cDSML|parameter>"}')]},
+    ),
     "C27": (
         "the marker's bar is escaped in arguments",
         {"calls": [("submit", '{"a": "see <\\uff5cDSML\\uff5cinvoke name=\\"x\\"> ok"}')]},
