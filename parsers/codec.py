@@ -39,7 +39,7 @@ _FINISH = {
     "length": recipe.InferenceFinishReason.Length,
 }
 _CREATED = re.compile(r'"created":(\d+)')
-# The codec names a field in quotes, as "Invalid x value" or not at all (protocol.md 1.1).
+# The codec names a field in quotes, as "Invalid x value" or not at all.
 _QUOTED_PATH = re.compile(r"'((?:messages|tools|stop|input)\[\d+\][^']*)'")
 _INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
 _BAD_SCHEMA = re.compile(r"Invalid schema for function '([^']*)'")

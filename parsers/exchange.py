@@ -33,7 +33,7 @@ class Exchange:
     stream are the lists these return, joined; a whole reply is ``body`` after ``close``.
 
     ``usage`` rides on the last chunk with a choice, whatever ``stream_options.include_usage`` says,
-    as in the official codec's streams (protocol.md 2.2); no chunk without a choice is sent.
+    as in the official codec's streams; no chunk without a choice is sent.
 
     Attributes:
         prompt_ids: the prompt, encoded by the codec.

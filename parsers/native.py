@@ -1,7 +1,7 @@
 """SGLang's native parsing endpoint: a whole model output as text, its calls out.
 
 The same parser and gate as a reply's, over another sink. Here nothing is streamed and the caller
-sees every call, so undeclared ones are passed with index -1, as SGLang does (protocol.md 3.5).
+sees every call, so undeclared ones are passed with index -1, as SGLang 0.5.23 does.
 """
 
 from __future__ import annotations
