@@ -6,6 +6,7 @@ mode, batch, prompt_tokens, and figures as `spread` objects with their unit in t
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import statistics
@@ -84,10 +85,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Give the commit measured; "+changes" where the working tree differs from it."""
+    """Give the commit measured; "+changes" where the working tree differs from it.
+
+    A copy without git's folder, on a lent machine say, is named by the variable BATHYAL_COMMIT.
+    """
     short = _git("rev-parse", "--short=12", "HEAD")
     if short is None:
-        return "unknown"
+        return os.environ.get("BATHYAL_COMMIT", "unknown")
     changed = _git("status", "--porcelain", "--untracked-files=no", "engine", "gateway", "parsers")
     return short + ("+changes" if changed else "")
 
