@@ -114,7 +114,9 @@ def _all(c: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:
     if c.num_nextn_predict_layers:
         reason = DSPARK_UNUSED if c.dspark else MTP_UNUSED
         for name, spec in _draft(c):
-            yield name, TensorSpec(spec.shape, spec.role, reason, spec.optional)
+            # Whether draft stages have an image bias is not published.
+            optional = spec.optional or name.endswith("gate.bias_vl")
+            yield name, TensorSpec(spec.shape, spec.role, reason, optional)
 
 
 def _hc_head(c: ModelConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:
