@@ -1,0 +1,101 @@
+"""Writes the README's figures from bench/results: `python -m bench.readme` (`--check` compares)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import orjson
+
+from bench.rows import RESULTS, ROOT
+
+BEGIN = "<!-- figures: begin (python -m bench.readme) -->\n"
+END = "<!-- figures: end -->"
+Row = dict[str, Any]
+#: metric, what it counts, and issue 2's target for held-out words
+SKILL = (
+    ("well_formed", "well-formed DSML", 0.995),
+    ("decision", "call or no call", 0.97),
+    ("tool", "right tool", 0.95),
+    ("arguments", "exactly right arguments", 0.90),
+    ("final_answer", "right final answer", 0.95),
+)
+
+
+def read(name: str) -> list[Row]:
+    """Rows of one results file, none if it is absent."""
+    path = RESULTS / f"{name}.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def source(row: Row) -> str:
+    """Where a row comes from, for the line under a table."""
+    v, d = row["versions"], row["device"]
+    return (
+        f"`{row['command']}`, commit {row['commit']}, {row['date']}, {d['cpu']}, {d['cores']} cores, "
+        f"Python {v['python']}, torch {v['torch']}"
+    )
+
+
+def skill() -> str:
+    """Held-out skill of the shipped checkpoint, one column per evaluation seed."""
+    rows = [r for r in read("skill-tiny") if r["set"] == "held_out"]
+    if not rows:
+        return ""
+    seeds = sorted({r["seed"] for r in rows})
+    lines = [
+        "Tool calling of bathyal-tiny: greedy, unconstrained, on tool, parameter and value words it "
+        "has never seen (95 % interval):",
+        "",
+        "| | target | " + " | ".join(f"seed {s}" for s in seeds) + " |",
+        "|---|---|" + "---|" * len(seeds),
+    ]
+    for metric, label, target in SKILL:
+        cells = []
+        for s in seeds:
+            r = next(r for r in rows if r["metric"] == metric and r["seed"] == s)
+            low, high = 100 * r["low"], 100 * r["high"]
+            cells.append(f"{100 * r['rate']:.1f} % ({low:.1f}-{high:.1f}, n={r['total']})")
+        lines.append(f"| {label} | {100 * target:.1f} % | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", source(rows[0]) + ".", ""])
+
+
+def decode() -> str:
+    """Speed of the shipped checkpoint on a CPU."""
+    rows = [r for r in read("decode-tiny-cpu") if r["bench"] in ("ttft", "decode")]
+    if not rows:
+        return ""
+    lines = [
+        "Speed of bathyal-tiny on a CPU, median (p10-p90):",
+        "",
+        "| | streams | prompt tokens | |",
+        "|---|---|---|---|",
+    ]
+    for r in rows:
+        if r["bench"] == "ttft":
+            s, label, unit = r["ttft_ms"], "time to first token", "ms"
+        else:
+            s, label, unit = r["tok_s"], "decode", "tokens/s"
+        figure = f"{s['median']:.0f} ({s['p10']:.0f}-{s['p90']:.0f}) {unit}"
+        lines.append(f"| {label} | {r['batch']} | {r['prompt_tokens']} | {figure} |")
+    return "\n".join([*lines, "", source(rows[0]) + ".", ""])
+
+
+def main() -> None:
+    """Rewrite the part between the markers, or say that it is stale."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 where the README is stale")
+    args = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text()
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    fresh = head + BEGIN + "\n".join(filter(None, (skill(), decode()))) + END + tail
+    if args.check:
+        sys.exit(0 if fresh == text else "README.md: figures are stale: python -m bench.readme")
+    path.write_text(fresh)
+
+
+if __name__ == "__main__":
+    main()
