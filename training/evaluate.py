@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 import orjson
+from tokenizers import Tokenizer
 
-from training.codec import DSML, EOS, Codec, Json, assistant_spans, calls_of
+from training.codec import DSML, EOS, USER, Codec, Json, assistant_spans, calls_of
 from training.dialogues import Dialogue, Split, make
 from training.dialogues.build import MODEL
+from training.dialogues.lexicon import TOKENIZER
 from training.pack import MAX_TOKENS, generate, shipped_codec, target_mask
 
 #: prompts -> what greedy decoding writes after each, up to and including EOS; without EOS it counts
@@ -384,8 +386,13 @@ def main() -> None:
     else:
         chosen = cases(Split[args.set.upper()], args.seed, args.dialogues)
     report = evaluate(engine_generate(args.checkpoint), chosen)
+    vocabulary = Tokenizer.from_file(str(TOKENIZER))
     for failure in report.failures[: args.failures]:
-        shown = {k: failure[k] for k in ("kind", "meant", "got")}
+        prompt = failure["prompt"]
+        last = len(prompt) - prompt[::-1].index(USER)
+        texts = {"asked": prompt[last:], "wrote": failure["output"]}
+        shown = {k: vocabulary.decode(ids, skip_special_tokens=False) for k, ids in texts.items()}
+        shown |= {k: failure[k] for k in ("kind", "meant")}
         print(orjson.dumps(shown).decode(), file=sys.stderr)
     print(orjson.dumps(report.json(), option=orjson.OPT_INDENT_2).decode())
 

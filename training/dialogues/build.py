@@ -123,7 +123,7 @@ class _Builder:
         self.messages: list[Json] = []
         self.turns: list[Turn] = []
         self.long = rng.chance(0.03)
-        self.thinking = rng.chance(0.75)
+        self.thinking = rng.chance(0.8)
         self.calls = 0
 
     # ---- tools
@@ -162,13 +162,12 @@ class _Builder:
 
     def _call(self, asks: list[Ask]) -> None:
         """The call, its results and the final answer."""
-        sentences, before = [], ""
-        for a in asks:
-            goal = f"{a.goal}, " if a.goal and a.goal != before else ""
-            with_ = f" with {', '.join(a.args)}" if a.args else ""
-            sentences.append(f"{goal}I should call {a.tool.name}{with_}.")
-            before = a.goal
-        reasoning = " ".join(sentences)
+        reasoning = " ".join(
+            f"I should call {a.tool.name} with {', '.join(a.args)}."
+            if a.args
+            else f"I should call {a.tool.name}."
+            for a in asks
+        )
         calls = []
         for a in asks:
             self.calls += 1
@@ -189,7 +188,7 @@ class _Builder:
         """One user message and what follows; the ask of a single call, for a follow-up."""
         r, x = self.r, self.r.random()
         if not tools:
-            x *= 0.115  # small talk and echoes take the place of calls
+            x *= 0.125  # small talk and echoes take the place of calls
         if x < 0.045:
             said, reply = chatter.small_talk(r)
             self._user(said)
@@ -200,11 +199,9 @@ class _Builder:
             self._user(said)
             self._assistant("chat", chatter.THINK_CHAT, reply)
             return None
-        if x < 0.115:
-            said, goal = self._unfitting(tools)
-            self._user(said)
-            reasoning = f"{goal}: {chatter.THINK_NO_TOOL}" if goal else chatter.THINK_NO_TOOL
-            self._assistant("decline", reasoning, chatter.NO_TOOL)
+        if x < 0.125:
+            self._user(self._unfitting(tools))
+            self._assistant("decline", chatter.THINK_NO_TOOL, chatter.NO_TOOL)
             return None
         count = 1 if x < 0.88 else 2 if x < 0.98 else 3
         asks = self._asks(tools, count)
@@ -212,8 +209,8 @@ class _Builder:
         self._call(asks)
         return asks[0] if len(asks) == 1 else None
 
-    def _unfitting(self, tools: list[Tool]) -> tuple[str, str]:
-        """A request that no declared tool serves, at times one that nearly does, and its goal."""
+    def _unfitting(self, tools: list[Tool]) -> str:
+        """A request that no declared tool serves, at times one that nearly does."""
         r = self.r
         declared = [t.key for t in tools if t.key]
         keys = [] if self.held else [
@@ -222,21 +219,20 @@ class _Builder:
         ]  # fmt: skip
         if keys and r.chance(0.5):
             asked = catalogue.tool(r, self.values, keys[0], set(self.taken))
-            ask = self.asker.ask(asked, by_name=False)
-            return self.asker.finish(ask), ask.goal
+            return self.asker.finish(self.asker.ask(asked, by_name=False))
         if r.chance(0.3) and not {catalogue.GROUP_OF[d] for d in declared} & {
             "web",
             "fun",
             "files",
         }:
-            return chatter.unserved(r, self.values), ""
+            return chatter.unserved(r, self.values)
         like = r.pick(tools) if tools and r.chance(0.4) else None
         asked = self.maker.tool(set(self.taken), None)
         if like and not like.key:  # the near miss: a declared verb, an undeclared noun
             asked.verb = like.verb
         asked.key, asked.opaque = "", False
         ask = self.asker.ask(asked)
-        return self.asker.finish(ask), ask.goal
+        return self.asker.finish(ask)
 
     def _asks(self, tools: list[Tool], count: int) -> list[Ask]:
         tool = self.r.pick(tools)
@@ -273,7 +269,7 @@ class _Builder:
         if r.chance(0.85 if self.long else 0.42):
             text = chatter.system_text(r, self.values, self.long or r.chance(0.15))
             self.messages.append({"role": "system", "content": text})
-        turns = r.whole(1, 4) if self.long else r.pick((1,) * 8 + (2,) * 6 + (3,) * 4 + (4,) * 2)
+        turns = r.whole(1, 4) if self.long else r.pick((1,) * 10 + (2,) * 6 + (3,) * 3 + (4,))
         last: Ask | None = None
         for _ in range(turns):
             again = self.asker.follow_up(last) if last and r.chance(0.5) else None

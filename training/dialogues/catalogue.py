@@ -43,16 +43,6 @@ PEACEFUL = (
     "wikipedia news",
     "joke translate",
 )
-# What the reasoning calls the aim of a tool, where it is not the key.
-GOALS = {
-    "timezone_time": "time", "now": "time", "add": "addition", "subtract": "subtraction",
-    "multiply": "multiplication", "divide": "division", "calculator": "calculation",
-    "email_short": "email", "list_events": "events", "timer_seconds": "timer", "note": "note",
-    "read_file": "reading", "write_file": "writing", "list_directory": "directory",
-    "delete_file": "deletion", "run_command": "command", "run_code": "code", "grep": "search",
-    "order_status": "order", "user_info": "user", "fetch_url": "page", "define": "definition",
-    "capital": "population", "translate": "translation", "random": "random number",
-}  # fmt: skip
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}
 _SERVES_ALL = {"web", "files", "math"}  # these could answer many an unforeseen question
 _ENDING = re.compile(r"\{(\w+)\}")
@@ -128,7 +118,7 @@ def tool(r: Rng, values: Values, key: str, taken: set[str]) -> Tool:
         about += "."
     declaration = declare(r, name, about, params, values)
     return Tool(
-        name, "get", GOALS.get(key, spoken(key)), params, declaration, key=key,
+        name, "get", spoken(key), params, declaration, key=key,
         asks=tuple(entry["asks"]), results=tuple(entry["results"]),
     )  # fmt: skip
 

@@ -80,7 +80,6 @@ class Ask:
         literal_end: the last value is unquoted code: no punctuation may follow it.
         raw_start: the text begins with a value: its first letter stays as it is.
         kinds: kind of value by argument name.
-        goal: what the user wants, as the reasoning restates it; "" when the tool is named.
     """
 
     tool: Tool
@@ -90,7 +89,6 @@ class Ask:
     literal_end: bool = False
     raw_start: bool = False
     kinds: dict[str, str] = field(default_factory=dict)
-    goal: str = ""
 
 
 class Asker:
@@ -186,8 +184,7 @@ class Asker:
         order = chosen[:]
         if len(order) > 1 and r.chance(0.35):
             r.shuffle(order)
-        named = by_name or bool(tool.key) or r.chance(0.1)
-        if named:
+        if by_name or tool.key or r.chance(0.1):
             intent = r.pick(_BY_NAME).replace("{N}", tool.name)
         else:
             verb = tool.verb
@@ -197,7 +194,6 @@ class Asker:
         self._question = bool(_QUESTION.match(intent))
         ask = Ask(tool, {p.name: made[p.name][0] for p in chosen}, intent)
         ask.kinds = {p.name: p.kind for p in chosen}
-        ask.goal = "" if named else tool.goal
         ask.raw_start = intent.startswith(tool.name)
         if order:
             self._pairs(ask, order, made, alone=len(order) == 1 and len(tool.params) == 1)
@@ -222,7 +218,7 @@ class Asker:
             body = sep.join(pieces)
         if join.endswith((" ", "\n")) and body.startswith("and "):
             body = body[4:]
-        if join == " with " and body.startswith("with "):
+        if join == " with " and body.startswith(("with ", "use ", "using ", "set ", "for ")):
             join = " "
         ask.text += join + body
 
@@ -288,8 +284,7 @@ class Asker:
             literal_end = open_end and p.kind in _LITERAL
         args = {p.name: made[p.name][0] for p in tool.params if p.name in made}
         kinds = {p.name: p.kind for p in tool.params if p.name in made}
-        raw = pattern.startswith("{")
-        return Ask(tool, args, text, open_end, literal_end, raw, kinds, tool.goal)
+        return Ask(tool, args, text, open_end, literal_end, pattern.startswith("{"), kinds)
 
     # ---- several calls said in one breath, follow-ups
     def several(self, tool: Tool, count: int) -> list[Ask] | None:
@@ -313,7 +308,7 @@ class Asker:
         pattern = r.pick(tool.asks)
         text = pattern.replace("{" + p.role + "}", text)
         kinds = {p.name: p.kind}
-        asks = [Ask(tool, {p.name: v}, "", kinds=kinds, goal=tool.goal) for v, _ in made]
+        asks = [Ask(tool, {p.name: v}, "", kinds=kinds) for v, _ in made]
         asks[0].text, asks[0].raw_start = text, pattern.startswith("{")
         return asks
 
@@ -334,7 +329,7 @@ class Asker:
         text = lead + phrase
         literal = open_end and p.kind in _LITERAL
         kinds = {p.name: p.kind}
-        return Ask(before.tool, {p.name: value}, text, open_end, literal, True, kinds, before.goal)
+        return Ask(before.tool, {p.name: value}, text, open_end, literal, True, kinds)
 
     def finish(self, ask: Ask, text: str | None = None) -> str:
         """The user's message: case, politeness, punctuation and small additions."""

@@ -73,11 +73,6 @@ class Tool:
     opaque: bool = False
     words: frozenset[str] = field(default_factory=frozenset)
 
-    @property
-    def goal(self) -> str:
-        """What a request for this tool wants, as the reasoning restates it."""
-        return f"For {self.noun}" if self.key else f"To {self.verb} {self.noun}"
-
 
 # Parameters whose value follows from their name; every other one is drawn freely.
 KIND_OF = {
@@ -194,17 +189,17 @@ class ToolMaker:
 
     def _name(self, verb: str, nouns: list[str]) -> str:
         words, x = [verb, *nouns], self.r.random()
-        if x < 0.6:
+        if x < 0.62:
             return "_".join(words)
-        if x < 0.7:
+        if x < 0.72:
             return verb + "".join(capital(w) for w in nouns)
-        if x < 0.74:
+        if x < 0.76:
             return "".join(capital(w) for w in words)
-        if x < 0.84:
+        if x < 0.86:
             return "-".join(words)
-        if x < 0.89:
+        if x < 0.92:
             return "_".join([*nouns, verb])
-        if x < 0.91:
+        if x < 0.94:
             return "_".join(w.upper() for w in words)
         prefix = self.lex.word(self.r)
         return f"{prefix}{self.r.pick(('__', '_', '-'))}" + "_".join(words)

@@ -458,6 +458,8 @@ class Values:
         return self.fill(self.r.pick(pools.TOPICS))
 
     def text(self) -> str:
+        if self.r.chance(0.2):
+            return self.sentence() if self.r.chance(0.7) else f"{self.sentence()} {self.sentence()}"
         if self.lex.held:
             return self.phrase()
         text = self.fill(self.r.pick(pools.SENTENCES))
