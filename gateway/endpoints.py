@@ -56,7 +56,7 @@ class Endpoints:
             return error_response(protocol, failure)
 
         codec = self.codec
-        if codec is None or not self.backend.stats().alive:
+        if codec is None:
             return refuse(not_served())
         exchange_id = str(uuid4())
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -182,16 +181,20 @@ class TestBodySize:
 
     def test_a_declared_body_beyond_the_limit_is_413(self, info: ModelInfo) -> None:
         """Nothing is read of a body whose declared length is too large."""
-        body = orjson.dumps(chat_body())
-        headers = {"content-length": str(len(body))}
 
-        status, reply = ask(
-            info, CHAT, body, headers=headers, settings={"max_body_bytes": len(body) - 1}
-        )
+        async def main() -> tuple[int, Any, int]:
+            backend = ScriptedBackend([text_line("a")], info)
+            async with running(backend, max_body_bytes=1000) as app:
+                headers = {"content-length": "1001"}
+                one = RawCall(app, CHAT, b"", parts=[b"x"] * 1001, headers=headers)
+                status, _ = await one.start()
+                return status, orjson.loads(await one.rest()), one._incoming.qsize()
 
+        status, reply, unread = run(main())
         assert status == 413
         assert reply["error"]["code"] == "request_too_large"
-        assert str(len(body) - 1) in reply["error"]["message"]
+        assert "1000" in reply["error"]["message"]
+        assert unread == 1002  # every part, and the end
 
     def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(self, info: ModelInfo) -> None:
         """A body of undeclared length is refused in the middle, not after it was stored."""
@@ -251,14 +254,16 @@ def test_before_the_start_and_after_the_end_requests_are_503(info: ModelInfo) ->
     from gateway import Settings, create_app
 
     async def main() -> list[tuple[int, str]]:
-        app = create_app(Settings(), ScriptedBackend([text_line("a")], info))
+        backend = ScriptedBackend([text_line("a")], info)
+        app = create_app(Settings(), backend)
         seen = []
         for _ in range(2):
             for path in (CHAT, "/parse_function_call"):
                 status, reply = await call(app, path, chat_body())
                 seen.append((status, reply["error"]["code"]))
             async with app.router.lifespan_context(app):
-                await asyncio.sleep(0)
+                assert backend.stats().alive
+            assert not backend.stats().alive
         return seen
 
     assert run(main()) == [(503, "backend_unavailable")] * 4
