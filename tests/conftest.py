@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # the suite runs beside other work on two cores; timing is nobody's assertion
@@ -17,3 +19,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu need an NVIDIA GPU; elsewhere they are skipped with that reason."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
