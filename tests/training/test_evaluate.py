@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import jsonschema
+import numpy as np
 import orjson
 import pytest
 from tokenizers import Tokenizer
 
-from training.codec import EOS
+from training.codec import BOS, DSML, EOS, assistant_spans
 from training.dialogues import Split, make
 from training.dialogues.build import demo_texts
 from training.dialogues.lexicon import TOKENIZER
@@ -203,8 +205,20 @@ def test_demo_calls_fit_their_schemas() -> None:
             jsonschema.validate(call["arguments"], schemas[call["name"]])
 
 
-def test_the_teacher_forced_set_has_a_mask() -> None:
-    """The fixed set holds its ids and where the assistant writes them."""
-    arrays = teacher_set()
-    assert len(arrays["lengths"]) >= 45
-    assert (arrays["mask"] == target_mask(arrays["ids"])).all()
+def test_the_teacher_forced_set_is_of_the_shipped_tokenizer() -> None:
+    """The saved set reads back as whole dialogues of known ids, marked where the assistant writes;
+    it is small, and made by `training.evaluate --write-teacher`."""
+    path = Path(__file__).parents[1] / "data" / "tiny_teacher.npz"
+    saved, fresh = np.load(path), teacher_set()
+    assert saved.files == list(fresh)
+    assert path.stat().st_size < 32_000
+    ids, lengths, mask = saved["ids"], saved["lengths"], saved["mask"]
+    assert len(lengths) >= 45
+    assert lengths.sum() == len(ids) == len(mask)
+    assert (mask == target_mask(ids)).all()
+    codec = shipped_codec()
+    for one in np.split(ids, np.cumsum(lengths)[:-1]):
+        assert (one[0], one[-1]) == (BOS, EOS)
+        for start, end, think in assistant_spans(one.tolist()):
+            message = codec.parse(one[start:end].tolist(), think, DSML in one[:start])
+            assert message["finish_reason"] == ("tool_calls" if DSML in one[start:end] else "stop")
