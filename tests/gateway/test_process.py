@@ -22,9 +22,9 @@ import orjson
 import pytest
 
 from engine import TINY_CHECKPOINT
-from engine.api import ModelInfo
+from engine.api import EngineError, ModelInfo
 from gateway import Settings
-from gateway.launch import serve
+from gateway.launch import open_backend, serve
 from tests.gateway.agent import ask
 from tests.gateway.support import FunctionBackend, chat_body, data_frames
 
@@ -231,6 +231,18 @@ def test_a_tokenizer_without_a_marker_ends_the_start(checkpoint: Path, tmp_path:
     assert result.returncode == 2
     assert "<｜System｜>" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_settings_reach_the_backend(checkpoint: Path, script: Path) -> None:
+    """Context, batch and script are what the user set."""
+    for backend in ("embedded", f"scripted:{script}"):
+        opened = open_backend(Settings(model=checkpoint, backend=backend, max_model_len=512))
+        assert opened.info.max_model_len == 512
+        assert opened.info.name == "test-model"
+    with pytest.raises(EngineError, match=r"max_num_seqs|max_batched_tokens"):
+        open_backend(Settings(model=checkpoint, max_num_seqs=10**6))
+    with pytest.raises(EngineError, match=r"absent\.jsonl"):
+        open_backend(Settings(model=checkpoint, backend="scripted:/absent.jsonl"))
 
 
 def test_a_taken_port_ends_the_start(checkpoint: Path, script: Path) -> None:
