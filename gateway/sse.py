@@ -103,7 +103,7 @@ class EventStream:
                         timeout=self._keep_alive_seconds - silence,
                         return_when=asyncio.FIRST_COMPLETED,
                     )
-                elif self._writing.locked():
+                elif self._writing.locked() or self._finished:
                     self._last_sent = loop.time()  # the reader is slow, not the source
                 else:
                     await self._send(send, KEEP_ALIVE)

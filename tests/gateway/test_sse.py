@@ -244,6 +244,26 @@ def test_a_client_that_leaves_closes_the_source_while_a_write_hangs() -> None:
     run(main())
 
 
+def test_no_comment_runs_into_a_refusal() -> None:
+    """A plain error reply that a slow reader takes its time over stays what it is."""
+
+    async def main() -> list[str]:
+        seen: list[str] = []
+
+        async def send(message: Any) -> None:
+            seen.append(f"{message['type']} {message.get('body', b'')[:12]!r}")
+            if message["type"] == "http.response.start":
+                await asyncio.sleep(0.1)
+
+        refused = stream(Source(ServerError("no", status=503)), keep_alive=0.01)
+        await refused({"type": "http"}, asyncio.Queue().get, send)
+        return seen
+
+    start, body = run(main())
+    assert start.startswith("http.response.start")
+    assert "error" in body
+
+
 def test_a_stuck_reader_does_not_hold_up_the_servers_end() -> None:
     """Saying that the server stops is given up when nobody reads."""
 
