@@ -9,6 +9,9 @@ Byte-level BPE of 2048 ids, built so that copying text is copying ids:
   end where the codec ends a prompt: after ` calls>` and its newline.
 * Merges are learned from the generator's own dialogues, weighted by the square root of a word's
   count, so that ordinary English words get tokens too.
+
+The shipped file stays as it is: weights belong to it, and the generator has grown since it was
+made, so that a file built today differs in its merges.
 """
 
 from __future__ import annotations

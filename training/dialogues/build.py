@@ -203,11 +203,25 @@ class _Builder:
             self._user(self._unfitting(tools))
             self._assistant("decline", chatter.THINK_NO_TOOL, chatter.NO_TOOL)
             return None
+        if x < 0.14 and self._ask_back(tools):
+            return None
         count = 1 if x < 0.88 else 2 if x < 0.98 else 3
         asks = self._asks(tools, count)
         self._user(self._joined(asks))
         self._call(asks)
         return asks[0] if len(asks) == 1 else None
+
+    def _ask_back(self, tools: list[Tool]) -> bool:
+        """A wish for a common tool without the values that it needs; whether there is such a tool."""
+        vague = [t for t in tools if t.entry.get("bare") and any(p.required for p in t.params)]
+        if not vague:
+            return False
+        tool = self.r.pick(vague)
+        missing = " and the ".join(p.cue for p in tool.params if p.required)
+        self._user(self.asker.finish(Ask(tool, {}, self.r.pick(tool.entry["bare"]))))
+        reasoning = chatter.THINK_ASK_BACK.format(missing)
+        self._assistant("chat", reasoning, chatter.ASK_BACK.format(missing))
+        return True
 
     def _unfitting(self, tools: list[Tool]) -> str:
         """A request that no declared tool serves, at times one that nearly does."""
@@ -220,11 +234,8 @@ class _Builder:
         if keys and r.chance(0.5):
             asked = catalogue.tool(r, self.values, keys[0], set(self.taken))
             return self.asker.finish(self.asker.ask(asked, by_name=False))
-        if r.chance(0.3) and not {catalogue.GROUP_OF[d] for d in declared} & {
-            "web",
-            "fun",
-            "files",
-        }:
+        groups = {catalogue.GROUP_OF[d] for d in declared}
+        if r.chance(0.3) and not groups & {"web", "fun", "files", "kitchen"}:
             return chatter.unserved(r, self.values)
         like = r.pick(tools) if tools and r.chance(0.4) else None
         asked = self.maker.tool(set(self.taken), None)
@@ -240,6 +251,10 @@ class _Builder:
             same = self.asker.several(tool, count)
             if same:
                 return same
+        if count == 2:
+            pair = self.asker.same_place(tool, self.r.pick(tools))
+            if pair:
+                return pair
         asks = [self.asker.ask(tool)]
         while len(asks) < count:
             asks.append(self.asker.ask(self.r.pick(tools)))
@@ -254,7 +269,7 @@ class _Builder:
             clear = before.open_end or before.literal_end
             glue = r.pick(
                 ("\n", "\nand ", "\nAlso ", "; ") if clear
-                else (". Also ", ", then ", " and also ", ". Then ", "\n", "; ", " and then ", ", and ")
+                else (". Also ", ", then ", " and also ", ". Then ", "\n", "; ", " and then ", ", and ", " and ")
             )  # fmt: skip
             text += glue + ask.text
         whole = Ask(

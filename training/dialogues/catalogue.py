@@ -17,14 +17,15 @@ from training.dialogues.values import Values
 GROUPS = {
     "sky": "weather forecast",
     "clock": "time timezone_time now",
-    "math": "add subtract multiply divide calculator bmi units random",
-    "web": "search wikipedia news fetch_url places define contact capital distance",
-    "talk": "email email_short message payment",
-    "plan": "event list_events reminder timer timer_seconds alarm note todo",
+    "math": "add subtract multiply divide calculator bmi units random tip dice coin",
+    "web": "search wikipedia news fetch_url places define contact capital distance movie",
+    "talk": "email email_short message payment inbox",
+    "plan": "event appointment list_events reminder timer timer_seconds alarm note todo",
     "files": "read_file write_file list_directory delete_file grep run_command run_code database image",
-    "money": "stock currency",
-    "travel": "route flight hotel",
-    "home": "lights thermostat music",
+    "money": "stock currency exchange_rate",
+    "travel": "route flight hotel whereami",
+    "home": "lights thermostat music volume",
+    "kitchen": "food recipe",
     "records": "order_status user_info",
     "fun": "joke translate",
 }
@@ -42,9 +43,18 @@ PEACEFUL = (
     "search fetch_url capital",
     "wikipedia news",
     "joke translate",
+    "food recipe",
+    "random dice coin",
+    "email inbox",
+    "message inbox",
+    "stock exchange_rate",
+    "appointment reminder timer alarm",
+    "lights volume",
+    "flight whereami",
 )
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}
-_SERVES_ALL = {"web", "files", "math"}  # these could answer many an unforeseen question
+# These could answer many a question that no sentence of theirs foresees.
+SERVES_ALL = {"web", "files", "math"}
 _ENDING = re.compile(r"\{(\w+)\}")
 
 
@@ -60,7 +70,7 @@ def entries() -> dict[str, Json]:
     for entry in tomllib.loads(text)["tool"]:
         roles: dict[str, Any] = {role["key"]: role for role in entry["roles"]}
         needed = sorted(k for k, role in roles.items() if not role.get("optional"))
-        for ask in entry["asks"]:
+        for ask in entry["asks"] + entry.get("many", []):
             if sorted(_ENDING.findall(ask)) != needed:
                 raise ValueError(f"catalogue {entry['key']}: {ask!r} does not name {needed}")
         if entry["key"] not in GROUP_OF:
@@ -90,7 +100,7 @@ def clash(key: str, declared: list[str]) -> bool:
 def foreign(key: str, declared: list[str]) -> bool:
     """Whether no declared tool could serve a request for `key`."""
     groups = {GROUP_OF[d] for d in declared}
-    return GROUP_OF[key] not in groups and not groups & _SERVES_ALL
+    return GROUP_OF[key] not in groups and not groups & SERVES_ALL
 
 
 def tool(r: Rng, values: Values, key: str, taken: set[str]) -> Tool:
@@ -117,10 +127,8 @@ def tool(r: Rng, values: Values, key: str, taken: set[str]) -> Tool:
     if about and r.chance(0.2):
         about += "."
     declaration = declare(r, name, about, params, values)
-    return Tool(
-        name, "get", spoken(key), params, declaration, key=key,
-        asks=tuple(entry["asks"]), results=tuple(entry["results"]),
-    )  # fmt: skip
+    noun = spoken(key)
+    return Tool(name, "get", noun, params, declaration, key=key, entry=entry)
 
 
 def _param(r: Rng, role: Json, name: str, optional: bool) -> Param:

@@ -12,6 +12,7 @@ ABILITY = "I can call the tools that you declare."
 FINE, JOKE, GREAT = "I am fine, thank you.", "I know no jokes, but I can call tools.", "Great."
 HELP = "Tell me which tool to call and with which values."
 NO_TOOL = "I have no tool for that."
+ASK_BACK, THINK_ASK_BACK = "Please tell me the {}.", "The {} is missing."
 THINK_CHAT, THINK_NO_TOOL = "No tool is needed.", "No declared tool fits."
 
 SMALL_TALK: tuple[tuple[str, str], ...] = tuple(

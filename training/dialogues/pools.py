@@ -32,6 +32,23 @@ COUNTRIES = (
     "Thailand Vietnam Indonesia Australia Canada Mexico Brazil Argentina Chile Peru Colombia USA "
     "UK Texas California Florida Ohio Bavaria Ontario"
 ).split()
+SAID_SYMBOL = {
+    "Tesla": "TSLA", "Apple": "AAPL", "Microsoft": "MSFT", "Google": "GOOG", "Amazon": "AMZN",
+    "Nvidia": "NVDA", "Netflix": "NFLX", "Intel": "INTC", "IBM": "IBM", "Meta": "META",
+    "Oracle": "ORCL", "Disney": "DIS", "Nike": "NKE",
+}  # fmt: skip
+HERE = ("the current directory", "this directory", "the current folder", "this folder", "here")
+OCCASIONS = (
+    "dentist appointment|doctor appointment|team meeting|staff meeting|meeting with {name}|"
+    "lunch with {name}|dinner with {name}|call with {name}|phone call|haircut|birthday party|"
+    "job interview|{w} appointment|{w} meeting|{w} party|{w} class|{w} with {name}|{w} {w}|{w}|"
+    "video call with {person}|{w} review|project meeting|yoga class|visit to {c}|trip to {c}"
+).split("|")
+FOODS = (
+    "pizza|pizza|burger|salad|soup|pasta|cheese|mushrooms|onions|bacon|olives|coffee|tea|sandwich|"
+    "sushi|rice|curry|steak|cake|ice cream|fries|chicken soup|tomato soup|lasagna|noodles|{w}|{w}|"
+    "{w} pizza|{w} salad|{w} soup|{w} {w}|fish and chips|apple pie|pancakes|tacos|bread|eggs|ham"
+).split("|")
 SYMBOLS = (
     "AAPL MSFT GOOG AMZN TSLA NVDA META NFLX IBM INTC AMD ORCL SAP BMW KO PEP DIS NKE V MA".split()
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from training.dialogues import pools
 from training.dialogues.lexicon import Rng
 from training.dialogues.tools import Json, Param, Tool, capital
 from training.dialogues.values import Said, Values
@@ -120,6 +121,8 @@ class Asker:
             kind = "bool"
         if kind in ("quoted_short", "quoted_text"):
             kind = r.pick(("title", "phrase", "text")) if kind == "quoted_short" else "text"
+        if kind == "dirpath" and p.role and r.chance(0.07):
+            return ".", r.pick(pools.HERE)
         value, said = self.values.make(kind)
         kind_type = p.schema.get("type")
         if kind_type == "integer" and not isinstance(value, int):
@@ -149,12 +152,14 @@ class Asker:
         mark = self.r.pick(marks or ["«»"])
         return mark[0] + text + mark[-1]
 
-    def _said(self, p: Param, said: str, last: bool, after: str = "") -> tuple[str, bool]:
+    def _said(self, p: Param, made: Said, last: bool, after: str = "") -> tuple[str, bool]:
         """The words for a value, quoted where its end could not be seen -> (words, open end)."""
-        r = self.r
+        r, said = self.r, made[1]
         if p.schema.get("type", "string") != "string" or p.kind == "enum":
             return said, False
         blank = " " in said
+        if made[0] != said:
+            return said, p.kind in OPEN_KINDS
         odds = _QUOTE_CHANCE.get(p.kind, 0.12)
         if blank and p.kind in OPEN_KINDS and not last:
             odds = max(odds, 0.55)
@@ -206,7 +211,7 @@ class Asker:
         pieces = []
         for i, p in enumerate(order):
             last = i == len(order) - 1
-            said, ask.open_end = self._said(p, made[p.name][1], last or sep in ("; ", "\n"))
+            said, ask.open_end = self._said(p, made[p.name], last or sep in ("; ", "\n"))
             if ask.open_end and not last and sep in (" ", " and "):
                 said, ask.open_end = self.quoted(said), False
             pieces.append(self._pair(p, made[p.name][0], said, alone))
@@ -248,7 +253,7 @@ class Asker:
 
     def _catalogue_ask(self, tool: Tool) -> Ask:
         r = self.r
-        pattern = r.pick(tool.asks)
+        pattern = r.pick(tool.entry["asks"])
         self._question = bool(_QUESTION.match(pattern))
         by_role = {p.role: p for p in tool.params}
         extra = [p for p in tool.params if "{" + p.role + "}" not in pattern]
@@ -271,14 +276,14 @@ class Asker:
             made[p.name] = (value, said)
             last = not rest.strip("?.!") and not extra
             after = rest.lstrip() if rest else "in for with at" if extra else ""
-            said, open_end = self._said(p, said, last, after)
+            said, open_end = self._said(p, made[p.name], last, after)
             literal_end = open_end and p.kind in _LITERAL and not rest
             out.append(said)
         text = "".join(out)
         for p in extra:
             value, said = self.value(p)
             made[p.name] = (value, said)
-            said, open_end = self._said(p, said, p is extra[-1])
+            said, open_end = self._said(p, made[p.name], p is extra[-1])
             phrase = r.pick(p.phrases).replace("{v}", said)
             text += phrase if phrase.startswith(",") else " " + phrase
             literal_end = open_end and p.kind in _LITERAL
@@ -305,12 +310,25 @@ class Asker:
         lead = r.pick(p.follow)
         glue = r.pick((" and ", " and ", " and also ", " and " + lead.replace("{v}", "")))
         text = ", ".join(said[:-1]) + glue + said[-1]
-        pattern = r.pick(tool.asks)
+        many = tool.entry.get("many")
+        pattern = r.pick(many) if many and r.chance(0.3) else r.pick(tool.entry["asks"])
         text = pattern.replace("{" + p.role + "}", text)
         kinds = {p.name: p.kind}
         asks = [Ask(tool, {p.name: v}, "", kinds=kinds) for v, _ in made]
         asks[0].text, asks[0].raw_start = text, pattern.startswith("{")
         return asks
+
+    def same_place(self, first: Tool, second: Tool) -> list[Ask] | None:
+        """`the time in Rome and what is the weather there`: two calls for one place, or None."""
+        places = [[p for p in t.params if p.required] for t in (first, second)]
+        if not second.entry.get("there") or any([p.kind for p in ps] != ["place"] for ps in places):
+            return None
+        ask = self.ask(first, by_name=False)
+        if list(ask.args) != [places[0][0].name]:
+            return None
+        p = places[1][0]
+        args, text = {p.name: next(iter(ask.args.values()))}, self.r.pick(second.entry["there"])
+        return [ask, Ask(second, args, text, kinds={p.name: p.kind})]
 
     def follow_up(self, before: Ask) -> Ask | None:
         """`and in Berlin?` after a call with one argument: the same call anew, or None."""
@@ -321,7 +339,7 @@ class Asker:
         p = params[0]
         value, said = self.value(p)
         self._question = True
-        said, open_end = self._said(p, said, True)
+        said, open_end = self._said(p, (value, said), True)
         lead = r.pick(
             ("and ", "And ", "and ", "now ", "what about ", "how about ", "and what about ")
         )

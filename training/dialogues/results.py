@@ -46,8 +46,8 @@ class Results:
             if r.chance(0.5):
                 return self.written(self.members(r.whole(6, 18)))
             return " ".join(v.sentence() for _ in range(r.whole(8, 20)))
-        if tool.results and r.chance(0.7):
-            return self.shaped(r.pick(tool.results))
+        if tool.key and r.chance(0.7):
+            return self.shaped(r.pick(tool.entry["results"]))
         x = r.random()
         if x < 0.6:
             return self.written(self.members(r.pick((1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5))))

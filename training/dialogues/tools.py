@@ -56,8 +56,7 @@ class Tool:
         params: parameters in schema order.
         declaration: the `tools` entry of a chat-completions body.
         key: catalogue key, "" for an invented tool.
-        asks: sentences with `{role}` slots, () for an invented tool.
-        results: result shapes of the catalogue.
+        entry: its catalogue entry, {} for an invented tool.
         opaque: the name says nothing; only the description tells what the tool does.
         words: words of the noun.
     """
@@ -68,8 +67,7 @@ class Tool:
     params: list[Param]
     declaration: Json
     key: str = ""
-    asks: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
+    entry: Json = field(default_factory=dict)
     opaque: bool = False
     words: frozenset[str] = field(default_factory=frozenset)
 
@@ -123,7 +121,8 @@ PHRASES = {
     "order_id": ("for order {v}",), "customer_id": ("for customer {v}",),
 }  # fmt: skip
 TYPE_OF_KIND = {
-    "integer": "integer", "int_small": "integer", "int_minutes": "integer", "int": "integer",
+    "integer": "integer", "int_small": "integer", "int_minutes": "integer",
+    "integer_percent": "integer",
     "number": "number", "money": "number", "calc_num": "number", "temp_num": "number",
     "height": "number", "boolean": "boolean", "strings": "array", "integers": "array",
     "object": "object",

@@ -228,6 +228,9 @@ class Values:
         v = self.r.pick((1, 2, 3, 5, 10, 15, 20, 25, 30, 45, 60, 90, self.r.whole(1, 120)))
         return v, pools.NUMBER_WORDS[v] if v < 13 and self.r.chance(0.25) else str(v)
 
+    def integer_percent(self) -> int:
+        return self.r.pick((5, 10, 15, 18, 20, 25, 50, 6, 8, 12, self.r.whole(1, 100)))
+
     def small(self) -> int:
         return self.r.whole(0, 60)
 
@@ -255,6 +258,8 @@ class Values:
         r = self.r
         terms = [str(self.calc_num()) for _ in range(r.pick((2, 2, 2, 3, 3, 4)))]
         terms = [t if t[0] != "-" else t[1:] for t in terms]
+        if r.chance(0.1):
+            return self._worded(terms[0], terms[1])
         if len(terms) == 2 and r.chance(0.35):
             word = r.pick(tuple(pools.OPERATORS))
             return f"{terms[0]} {pools.OPERATORS[word]} {terms[1]}", f"{terms[0]} {word} {terms[1]}"
@@ -267,6 +272,17 @@ class Values:
         if r.chance(0.06):
             text = f"{r.pick(('sqrt', 'sin', 'log', 'abs'))}({text})"
         return text, text
+
+    def _worded(self, a: str, b: str) -> Said:
+        """An expression that people say in words."""
+        whole, small = str(self.r.whole(1, 99)), str(self.r.whole(2, 12))
+        return self.r.pick((
+            (f"sqrt({a})", f"the square root of {a}"), (f"sqrt({a})", f"square root of {a}"),
+            (f"{a} ** 2", f"{a} squared"), (f"{a} ** {small}", f"{a} to the power of {small}"),
+            (f"0.{int(whole):02d} * {b}", f"{whole}% of {b}"),
+            (f"0.{int(whole):02d} * {b}", f"{whole} percent of {b}"),
+            (f"{a} * {b}", f"{a} multiplied by {b}"), (f"{a} / {b}", f"{a} over {b}"),
+        ))  # fmt: skip
 
     # ---- times
     def date(self) -> str:
@@ -426,11 +442,22 @@ class Values:
     def language(self) -> str:
         return self.r.pick(pools.LANGUAGES) if self.r.chance(0.85) else self.capitalised_coin()
 
-    def symbol(self) -> str:
-        r = self.r
-        if r.chance(0.5):
-            return r.pick(pools.SYMBOLS)
-        return "".join(r.pick(pools.UPPER) for _ in range(r.whole(1, 5)))
+    def symbol(self) -> Said:
+        r, x = self.r, self.r.random()
+        if x < 0.2:
+            said = r.pick(tuple(pools.SAID_SYMBOL))
+            return pools.SAID_SYMBOL[said], said
+        if x < 0.55:
+            symbol = r.pick(pools.SYMBOLS)
+        else:
+            symbol = "".join(r.pick(pools.UPPER) for _ in range(r.whole(1, 5)))
+        return symbol, symbol
+
+    def occasion(self) -> str:
+        return self.fill(self.r.pick(pools.OCCASIONS))
+
+    def food(self) -> str:
+        return self.fill(self.r.pick(pools.FOODS))
 
     def sky(self) -> str:
         return self.r.pick(pools.SKY)
