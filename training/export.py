@@ -68,13 +68,15 @@ def main() -> None:
     ap.add_argument("stem")
     ap.add_argument("--out", type=Path, default=CONFIG.parent)
     args = ap.parse_args()
-    config = orjson.loads(CONFIG.read_bytes())
+    text = CONFIG.read_bytes()
+    config = orjson.loads(text)
     tensors = unstack(load_shards(args.stem))
     generator = torch.Generator().manual_seed(DSPARK_SEED)
     for name, spec in tensor_specs(ModelConfig.from_dict(config)).items():
         if name.startswith("mtp.") and not spec.optional:
             tensors[name] = untrained(name, spec, generator)
     save_checkpoint(args.out, config, tensors, storage="bf16")
+    (args.out / "config.json").write_bytes(text)  # as it was written by hand
     size = sum(p.stat().st_size for p in args.out.glob("model*.safetensors"))
     print(f"{args.out.name}: {len(tensors)} tensors, {size / 1e6:.2f} MB")
 

@@ -44,12 +44,12 @@ def run(path: Path, device: str, vocab: int) -> dict[str, list[TokenDelta]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["v4", "v41", "v41 with round trips", "tiny"])
+@pytest.mark.parametrize("name", ["v4", "v41", "tiny"])
 def test_gpu_and_cpu_agree(name: str, tmp_path: Path) -> None:
     """Same greedy tokens and the same logprobs, up to the first tie within rounding."""
     path, vocab = TINY_CHECKPOINT, 2048
     if name != "tiny":
-        config = build.v4() if name == "v4" else build.v41(quantised="round trips" in name)
+        config = build.v4() if name == "v4" else build.v41()
         path, vocab = tmp_path, config.get("text_config", config)["vocab_size"]
         build.write(path, config)
     cpu, gpu = run(path, "cpu", vocab), run(path, "cuda", vocab)
@@ -65,6 +65,5 @@ def test_gpu_and_cpu_agree(name: str, tmp_path: Path) -> None:
                 assert abs(top[0][1] - top[1][1]) < 1e-3, "not a tie"
                 break
             compared += 1
-            if "round trips" not in name:  # a value on a rounding boundary may go either way
-                assert abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < 2e-3
+            assert abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < 2e-3
     assert compared > 0.5 * NEW * len(SIZES)
