@@ -1,9 +1,13 @@
-"""Writes the README's figures from bench/results: `python -m bench.readme` (`--check` compares)."""
+"""Writes the figures of README and model card from bench/results: `python -m bench.readme`.
+
+`--check` only compares; a test calls it so.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -82,19 +86,32 @@ def decode() -> str:
     return "\n".join([*lines, "", source(rows[0]) + ".", ""])
 
 
-def main() -> None:
-    """Rewrite the part between the markers, or say that it is stale."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 where the README is stale")
-    args = parser.parse_args()
-    path = ROOT / "README.md"
-    text = path.read_text()
+PAGES: dict[str, tuple[Callable[[], str], ...]] = {
+    "README.md": (skill, decode),
+    "engine/checkpoints/tiny/README.md": (skill,),
+}
+
+
+def rewritten(page: str) -> tuple[str, str]:
+    """(text of a page, the same with today's figures between its markers)."""
+    text = (ROOT / page).read_text()
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    fresh = head + BEGIN + "\n".join(filter(None, (skill(), decode()))) + END + tail
-    if args.check:
-        sys.exit(0 if fresh == text else "README.md: figures are stale: python -m bench.readme")
-    path.write_text(fresh)
+    figures = "\n".join(filter(None, (part() for part in PAGES[page])))
+    return text, head + BEGIN + figures + END + tail
+
+
+def main() -> None:
+    """Rewrite the part between the markers of each page, or say that one is stale."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 where a page is stale")
+    args = parser.parse_args()
+    for page in PAGES:
+        text, fresh = rewritten(page)
+        if args.check and fresh != text:
+            sys.exit(f"{page}: figures are stale: python -m bench.readme")
+        if fresh != text:
+            (ROOT / page).write_text(fresh)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.readme import PAGES as PAGES_WITH_FIGURES, rewritten
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/quickstart.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```\n(?:\n```\n(.*?)```)?", re.S)
@@ -75,3 +77,11 @@ def test_a_page_says_what_happens(server: str, language: str, code: str, wanted:
     result = subprocess.run(program, capture_output=True, text=True, timeout=120)
 
     assert wanted.strip() == result.stdout.strip(), result.stderr
+
+
+def test_figures_are_those_of_the_results() -> None:
+    """README and model card show what bench/results holds (`python -m bench.readme`)."""
+    for page in PAGES_WITH_FIGURES:
+        text, fresh = rewritten(page)
+
+        assert fresh == text, page
