@@ -1,25 +1,53 @@
-"""Sans-IO protocol core: request bytes to prompt ids, token ids to wire bytes."""
+"""Sans-IO protocol core: request bytes to prompt ids, token ids to wire bytes.
+
+What a server calls, in the order in which it needs it::
+
+    codec = Codec.load(ServedModel(...), PROFILES["agent"])     # once; BootError
+    exchange = codec.open_exchange(                             # ClientError -> error_body
+        "chat" | "responses" | "messages", body, exchange_id=...,
+        reasoning=ReasoningCache(),                # one for the server; used where restored
+        stateful=True, history=..., find_item=...,  # Responses with a store
+    )
+    for each of exchange.choices:                               # n; one but for Chat
+        start -> receive ... -> continuation (may ask for a second generation) -> close | fail
+    exchange.body()                                             # without a stream
+    exchange.stored, exchange.record()                          # Responses: what to keep
+
+    codec.prompt_ids("messages", body)      # exact count_tokens: its length
+    codec.tokenize(text)                    # a text's ids
+    error_body(protocol, error, flat=codec.profile.error_body == "flat", request_id=...)
+    parse_function_call(codec, text, tools)
+
+The reply's extension field ``bathyal`` (``Report.extension``) stands at the top of a Chat or
+Messages body, in the last Chat chunk, in the ``message_delta`` event, and in the ``response``
+object of Responses.
+"""
 
 from __future__ import annotations
 
 from parsers.codec import Codec
 from parsers.dsml import DsmlParser
-from parsers.errors import BootError, ClientError, CodecError, ReplyError, error_body
-from parsers.exchange import Exchange
+from parsers.errors import BootError, ClientError, CodecError, Protocol, ReplyError, error_body
+from parsers.exchange import Continuation, Exchange
 from parsers.native import ParsedCall, ParsedCalls, parse_function_call
 from parsers.policy import BARE, Action, Doubt, GatePolicy, Hold
+from parsers.reasoning import ReasoningCache, ReasoningStore
 from parsers.report import Repaired, Report, Withheld
+from parsers.request import Stored
+from parsers.rules import PROFILES, Profile
 from parsers.toolset import ToolSet
 from parsers.values import Constraint, Sampling, ServedModel
 
 __all__ = [
     "BARE",
+    "PROFILES",
     "Action",
     "BootError",
     "ClientError",
     "Codec",
     "CodecError",
     "Constraint",
+    "Continuation",
     "Doubt",
     "DsmlParser",
     "Exchange",
@@ -27,11 +55,16 @@ __all__ = [
     "Hold",
     "ParsedCall",
     "ParsedCalls",
+    "Profile",
+    "Protocol",
+    "ReasoningCache",
+    "ReasoningStore",
     "Repaired",
     "ReplyError",
     "Report",
     "Sampling",
     "ServedModel",
+    "Stored",
     "ToolSet",
     "Withheld",
     "error_body",

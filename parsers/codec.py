@@ -8,37 +8,39 @@ transport. Pinned to 0.2.*; ``tests/parsers/test_codec_facts.py`` holds what is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as recipe
 import orjson
 
 from parsers.body import parse_object
-from parsers.chat import ChatRequest, read_chat
 from parsers.detokenize import Vocabulary
 from parsers.dialects import DIALECTS
+from parsers.edits import Edits
 from parsers.errors import BootError, ClientError, CodecError, Protocol
 from parsers.exchange import Exchange
-from parsers.invoke import Finish
-from parsers.pipeline import Pipeline
-from parsers.policy import GatePolicy, Hold
-from parsers.toolset import ToolSet
+from parsers.opening import READERS, open_choices
+from parsers.policy import Hold
+from parsers.reasoning import ReasoningStore
+from parsers.request import Request
+from parsers.rules import PROFILES, Profile
 from parsers.values import Constraint, Sampling, ServedModel
-
-TokenLogprob = tuple[float, Sequence[tuple[int, float]]]
-"""Natural-log probability of a token, and (id, logprob) of its rivals."""
+from parsers.wire import Chunks, Wire
 
 _VERSIONS = {
     "v4": recipe.ModelVersion.DeepseekV4Pro,
     "v4.1": recipe.ModelVersion.DeepseekV41Flash,
 }
-_FINISH = {
-    "stop": recipe.InferenceFinishReason.Stop,
-    "length": recipe.InferenceFinishReason.Length,
-}
-_CREATED = re.compile(r'"created":(\d+)')
+_CHUNKS = Chunks(
+    chunk=recipe.InferenceChunk,
+    usage=recipe.PromptUsage,
+    finish={
+        "stop": recipe.InferenceFinishReason.Stop,
+        "length": recipe.InferenceFinishReason.Length,
+    },
+)
 # The codec names a field in quotes, as "Invalid x value" or not at all.
 _QUOTED_PATH = re.compile(r"'((?:messages|tools|stop|input)\[\d+\][^']*)'")
 _INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
@@ -70,123 +72,88 @@ _BOOT_MESSAGES = [
     {"role": "tool", "tool_call_id": "call_00_probe", "content": "t"},
 ]
 
-_DEFAULT = GatePolicy()
+_REQUESTS: dict[Protocol, Any] = {
+    "chat": recipe.ChatCompletionRequest,
+    "responses": recipe.ResponsesRequest,
+    "messages": recipe.MessagesRequest,
+}
+_REPLIES = {
+    "chat": recipe.ChatCompletionResponse,
+    "responses": recipe.ResponsesResponse,
+    "messages": recipe.MessagesResponse,
+}
+_EFFORT_LINE = "Reasoning Effort: "
+_TIER = 75  # what the codec writes into that line for the effort "high"
 
 
-class Wire:
-    """One reply on its way through the codec: a stream processor and, for a whole reply, its sum.
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A request after the codec's conversion.
 
-    Args:
-        processor: the codec's, fresh.
-        response: the codec's response class for the protocol.
-        vocabulary: of the model.
-        request_id: id of the reply.
-        model: name the reply carries.
-        whole: accumulate a body instead of giving out JSON.
+    Attributes:
+        native: the codec's own object.
+        parsing: how its stream processor is to read the output; ours to change.
+        prompt_ids: the encoded prompt.
+        thinking: whether the model thinks first.
+        forced_later: a forced call has to be opened after the reasoning.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        response: Any,
-        vocabulary: Vocabulary,
-        *,
-        request_id: str,
-        model: str,
-        whole: bool,
-    ) -> None:
-        self._processor = processor
-        self._vocabulary = vocabulary
-        self._response = response
-        self._id = request_id
-        self._model = model
-        self._whole = whole
-        self._sum: Any = None
+    native: Any
+    parsing: Any
+    prompt_ids: tuple[int, ...]
+    thinking: bool
+    forced_later: bool
 
     @property
-    def finished(self) -> bool:
-        """Whether the codec has written its last chunk (a stop sequence ends a reply early)."""
-        return bool(self._processor.finished)
+    def stream(self) -> bool:
+        """Whether a stream is asked for."""
+        return bool(self.native.stream)
 
-    def ready(self, prompt_tokens: int, cached_tokens: int) -> list[str]:
-        """Open the reply; returns the JSON of its first chunk."""
-        usage = recipe.PromptUsage(
-            prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens
-        )
-        return self._push(recipe.InferenceChunk.ready(prompt_usage=usage))
+    @property
+    def constraint(self) -> Constraint | None:
+        """What constrained decoding would enforce."""
+        constraint = self.native.inference_options.output_constraint
+        return None if constraint is None else Constraint(constraint.kind, constraint.schema)
 
-    def tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
-    ) -> list[str]:
-        """Push model tokens as they are; only real special tokens act as markers.
+    @property
+    def late_tools(self) -> list[dict[str, Any]]:
+        """All tools the prompt declares, in the form of Chat Completions.
 
-        The codec keeps all of a push that ends in half a character, and drops it all should the
-        output end there. So the halves at the end are pushed one by one, after the rest.
+        Among them those with names only the codec knows (namespaces) and those that a message of
+        the history adds.
         """
-        end = len(token_ids)
-        while end and self._vocabulary.text_of(token_ids[end - 1]) is None:
-            end -= 1
-        if end in (0, len(token_ids)) and len(token_ids) - end < 2:
-            return self._push(recipe.InferenceChunk.tokens(token_ids, logprobs))
-        out = self.tokens(token_ids[:end], logprobs and logprobs[:end]) if end else []
-        for i in range(end, len(token_ids)):
-            if not self.finished:
-                out += self.tokens(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
-        return out
-
-    def text(self, text: str, count: int = 0) -> list[str]:
-        """Push text, in which spelled markers act as markers; it counts as ``count`` tokens."""
-        return self._push(recipe.InferenceChunk.text(text, count))
-
-    def finish(self, finish: Finish) -> list[str]:
-        """Push the finish reason and flush; returns the last chunks."""
-        out = self._push(recipe.InferenceChunk.finish(_FINISH[finish]))
-        return out + self._render(self._processor.finish())
-
-    def abandon(self) -> None:
-        """Release the codec's state without the claim of success that ``finish`` makes."""
-        self._processor.close()
-
-    def body(self) -> str:
-        """Return the JSON of the whole reply."""
-        return str(self._sum.to_json())
-
-    def _push(self, chunk: Any) -> list[str]:
-        try:
-            chunks = self._processor.push(chunk)
-        except RuntimeError as error:
-            raise CodecError(f"the codec refused a {chunk.kind} chunk: {error}") from error
-        return self._render(chunks) if chunks else []
-
-    def _render(self, chunks: list[Any]) -> list[str]:
-        if not self._whole:
-            return [chunk.to_json() for chunk in chunks]
-        for chunk in chunks:
-            if self._sum is None:
-                # The codec stamps chunks with its own clock and takes the sum's from the caller:
-                # they have to agree. Usage is overwritten by the last chunk.
-                stamp = _CREATED.search(chunk.to_json())
-                created = int(stamp.group(1)) if stamp else 0
-                self._sum = self._response(self._id, self._model, created, 0, 0)
-            self._sum.accumulate(chunk)
-        return []
+        conversation = self.native.conversation
+        tools = list(conversation.tools)
+        for message in conversation.messages:
+            tools += getattr(message, "tools", None) or []
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in tools
+        ]
 
 
 class Codec:
-    """The codec bound to one served model and its tokenizer.
+    """The codec bound to one served model, its tokenizer and a set of rules.
 
     Attributes:
         model: what is served.
-        policy: what the gate does with a model's faults.
+        profile: the rules.
         vocabulary: the tokenizer's ids as bytes, and the ids of its markers.
         warnings: what the tokenizer lacks though no ordinary prompt needs it, in words.
     """
 
     def __init__(
-        self, model: ServedModel, tokenizer: Any, vocabulary: Vocabulary, policy: GatePolicy
+        self, model: ServedModel, tokenizer: Any, vocabulary: Vocabulary, profile: Profile
     ) -> None:
         self.model = model
-        self.policy = policy
+        self.profile = profile
         self.vocabulary = vocabulary
         self.warnings: tuple[str, ...] = ()
         self._tokenizer = tokenizer
@@ -194,12 +161,18 @@ class Codec:
             recipe.DeepseekV4Encoding if model.version == "v4" else recipe.DeepseekV41Encoding
         )
         self._encoding = encoding().with_tokenizer(tokenizer)
-        self._options = recipe.ConversionOptions().with_model_versions_by_name(
-            {model.name: _VERSIONS[model.version]}
+        missing = recipe.ReasoningContentBehavior
+        self._options = (
+            recipe.ConversionOptions()
+            .with_model_versions_by_name({model.name: _VERSIONS[model.version]})
+            .with_default_thinking_mode(profile.default_thinking)
+            .with_reasoning_content_behavior(
+                missing.Reject if profile.missing_reasoning == "reject" else missing.FillEmpty
+            )
         )
 
     @classmethod
-    def load(cls, model: ServedModel, policy: GatePolicy = _DEFAULT) -> Codec:
+    def load(cls, model: ServedModel, profile: Profile = PROFILES["agent"]) -> Codec:
         """Load the tokenizer of a model and prove that it can carry the codec's prompts.
 
         A thinking prompt with tools and history and one without thinking are encoded; a reminder
@@ -207,7 +180,7 @@ class Codec:
 
         Args:
             model: what is served.
-            policy: what the gate does with a model's faults.
+            profile: the rules.
 
         Raises:
             BootError: the file cannot be read, is no byte-level tokenizer, or lacks a special
@@ -219,55 +192,155 @@ class Codec:
             tokenizer = recipe.Tokenizer.from_str(raw.decode())
         except (OSError, ValueError, RuntimeError) as error:
             raise BootError(f"{model.tokenizer_path}: cannot be loaded: {error}") from error
-        codec = cls(model, tokenizer, Vocabulary.from_json(raw, model.tokenizer_path), policy)
+        codec = cls(model, tokenizer, Vocabulary.from_json(raw, model.tokenizer_path), profile)
         codec._check_boot()
         return codec
 
-    def open_exchange(self, protocol: Protocol, body: bytes, *, exchange_id: str) -> Exchange:
+    def open_exchange(
+        self,
+        protocol: Protocol,
+        body: bytes,
+        *,
+        exchange_id: str,
+        reasoning: ReasoningStore | None = None,
+        stateful: bool = False,
+        history: bytes | None = None,
+        find_item: Callable[[str], bytes | None] | None = None,
+    ) -> Exchange:
         """Open one request.
 
         Args:
             protocol: whose body it is.
             body: the request body as received.
             exchange_id: id of the reply, unique per request.
+            reasoning: where missing reasoning is looked for and new reasoning is left; used only
+                where the profile restores.
+            stateful: the caller keeps a store of responses, so Responses bodies may ask for it.
+            history: what the store holds of ``previous_response_id``: what ``Exchange.record``
+                gave, or a JSON array of items.
+            find_item: looks a stored output item up by its id; its JSON, or None.
+
+        Returns:
+            The exchange; of ``n`` choices the first, see ``Exchange.choices``.
 
         Raises:
             ClientError: the request cannot be served; nothing was generated.
             CodecError: the codec failed on a request that had passed every check.
         """
-        request = read_chat(parse_object(body), self.model)
-        converted = self._convert(request.body)
-        prompt_ids = tuple(self._encode(converted.conversation))
-        sampling = self._sampling(request, converted, len(prompt_ids))
-        gated = bool(request.tools) and self.policy.hold is not Hold.NONE
-        parsing = converted.parsing_options
-        forced = bool(parsing.starts_in_tool_calls)
-        if gated:
-            # The stitcher opens the block itself, for a first call that may be delivered. So prose
-            # in place of a forced call is an answer, where the codec alone would lose it.
-            parsing.starts_in_tool_calls = False
-        wire = self._wire(converted, parsing, exchange_id, request.model)
-        return Exchange(
-            protocol=protocol,
-            wire=wire,
-            pipeline=self._pipeline(request, wire, parsing, forced=forced) if gated else None,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            constraint=_constraint(converted),
-            stream=bool(converted.stream),
-            model=request.model,
-            ignored=request.ignored,
-            eos_token_ids=self.model.eos_token_ids,
-            stepwise=bool(parsing.stop_sequences) or not request.parallel_calls,
+        if self.profile.missing_reasoning != "restore":
+            reasoning = None
+        request = READERS[protocol](
+            parse_object(body),
+            self.model,
+            self.profile,
+            reasoning,
+            stateful=stateful,
+            history=history,
+            find_item=find_item,
         )
+        return open_choices(self, protocol, request, exchange_id, reasoning)
 
-    def _convert(self, body: dict[str, Any]) -> Any:
+    def prompt_ids(self, protocol: Protocol, body: bytes) -> tuple[int, ...]:
+        """Return the prompt of a request without opening it: for counting, exactly.
+
+        Args:
+            protocol: whose body it is; fields that only generation needs may be missing.
+            body: the request body as received.
+
+        Raises:
+            ClientError: the request cannot be served.
+        """
+        request = READERS[protocol](parse_object(body), self.model, self.profile, None)
+        return self.convert(protocol, request).prompt_ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text in which spelled special tokens are special tokens."""
+        return list(self._tokenizer.encode(text))
+
+    def convert(self, protocol: Protocol, request: Request) -> Converted:
+        """Convert and encode a checked request.
+
+        Raises:
+            ClientError: the codec refuses it, or a forced call cannot be served.
+            CodecError: the prompt cannot be encoded.
+        """
+        native, later = self._settle_choice(protocol, request)
+        conversation, parsing = native.conversation, native.parsing_options
+        thinking = bool(conversation.thinking_mode)
+        if self.profile.gate.hold is not Hold.NONE:
+            parsing.parse_json_output = False  # see parsers.answer
+        if protocol == "messages":
+            conversation = self._completed(conversation, request)
+            if request.prefill:
+                stage = recipe.ThinkingInitialStage.ContentContinuation
+                parsing.thinking_initial_stage = stage if thinking else None
+        prompt_ids = self._encode(conversation)
+        if request.effort is not None and thinking:
+            prompt_ids = self._with_effort(prompt_ids, request.effort)
+        choice = request.tool_choice
+        if protocol == "messages" and choice.forced and choice.only is None and not thinking:
+            # The codec takes "any" for "auto" (protocol.md 1.14): open the block as for "tool".
+            prompt_ids += self.opener(None)
+            parsing.starts_in_tool_calls = True
+        return Converted(native, parsing, tuple(prompt_ids), thinking, later)
+
+    def opener(self, tool: str | None) -> list[int]:
+        """Return the ids that open the block of calls after the reasoning, and a call of a tool."""
+        dialect = DIALECTS[self.model.version]
+        call = "" if tool is None else dialect.invoke(tool)
+        return self.tokenize(f"\n\n{dialect.opening()}{call}")
+
+    def _settle_choice(self, protocol: Protocol, request: Request) -> tuple[Any, bool]:
+        """Convert a request; a forced choice while thinking first of all as a free one."""
+        body = request.body
+        if not request.tool_choice.forced:
+            return self._convert(body, protocol), False
+        auto = {"type": "auto"} if protocol == "messages" else "auto"
+        free = self._convert({**body, "tool_choice": auto}, protocol)
+        if not free.conversation.thinking_mode:
+            return self._convert(body, protocol), False
+        if self.profile.forced_while_thinking == "reject":
+            raise ClientError(
+                "tool_choice: Thinking mode does not support this tool_choice; expected 'auto' or "
+                "'none', or thinking to be disabled in the request",
+                param="tool_choice",
+            )
+        return free, True
+
+    def _completed(self, conversation: Any, request: Request) -> Any:
+        """Add what the codec's Messages form cannot say: a prefill, a schema for the answer."""
+        if not request.prefill and request.reply_format is None:
+            return conversation
+        messages = list(conversation.messages)
+        if request.prefill:
+            last = messages[-1]
+            messages[-1] = recipe.AssistantMessage(
+                last.content, last.reasoning_content, last.tool_calls, True
+            )
+        wanted = request.reply_format
         try:
-            request = recipe.ChatCompletionRequest(orjson.dumps(body))
-        except orjson.JSONEncodeError:  # it writes fewer levels than it reads
-            raise ClientError("request body: nesting is too deep") from None
+            return recipe.Conversation(
+                messages,
+                thinking_mode=conversation.thinking_mode,
+                tools=conversation.tools,
+                tool_choice=conversation.tool_choice,
+                reasoning_effort=conversation.reasoning_effort,
+                response_schema=None if wanted is None else wanted.schema,
+            )
         except ValueError as error:
-            raise ClientError(str(error)) from None
+            raise ClientError(str(error), param="output_config.format") from None
+
+    def _with_effort(self, prompt_ids: list[int], effort: int) -> list[int]:
+        """Put a number into the line that tells V4.1 how much to think."""
+        codecs = self.tokenize(f"{_EFFORT_LINE}{_TIER}")
+        at = 2  # after the ids of the beginning and of the system turn
+        if prompt_ids[at : at + len(codecs)] != codecs:
+            raise CodecError(f"the prompt does not begin with {_EFFORT_LINE!r}")
+        ours = self.tokenize(f"{_EFFORT_LINE}{effort}")
+        return [*prompt_ids[:at], *ours, *prompt_ids[at + len(codecs) :]]
+
+    def _convert(self, body: Mapping[str, Any], protocol: Protocol = "chat") -> Any:
+        request = self._parse(protocol, body)
         try:
             return request.convert(self._options)
         except recipe.ConversionError as error:
@@ -276,15 +349,28 @@ class Codec:
                 message, status=error.status_code, param=_param(message, body)
             ) from None
 
+    def _parse(self, protocol: Protocol, body: Mapping[str, Any]) -> Any:
+        try:
+            return _REQUESTS[protocol](orjson.dumps(body))
+        except orjson.JSONEncodeError:  # it writes fewer levels than it reads
+            raise ClientError("request body: nesting is too deep") from None
+        except ValueError as error:
+            raise ClientError(str(error)) from None
+
     def _encode(self, conversation: Any) -> list[int]:
         try:
             return list(self._encoding.encode(conversation))
         except RuntimeError as error:
             raise CodecError(f"the prompt cannot be encoded: {error}") from error
 
-    def _sampling(self, request: ChatRequest, converted: Any, prompt_tokens: int) -> Sampling:
-        limit = self.model.max_model_len
-        options = converted.inference_options
+    def sampling(self, request: Request, converted: Converted) -> Sampling:
+        """Settle how to generate.
+
+        Raises:
+            ClientError: prompt and reply do not fit the context.
+        """
+        limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
+        options = converted.native.inference_options
         if prompt_tokens >= limit:
             raise ClientError(
                 f"the prompt has {prompt_tokens} tokens and the context of {self.model.name!r} "
@@ -293,49 +379,56 @@ class Codec:
                 param="messages",
             )
         try:
-            max_tokens = converted.resolve_max_tokens(prompt_tokens, limit)
+            max_tokens = converted.native.resolve_max_tokens(prompt_tokens, limit)
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
             raise ClientError(message, code="context_length_exceeded", param="max_tokens") from None
-        # Issue 2: the client's value where it sent one; the codec forces 1.0 while thinking.
-        # Its numbers are f32: rounded, so that 0.95 does not read 0.949999988079071.
-        temperature, top_p = request.temperature, request.top_p
+        # The codec's numbers are f32: rounded, so that 0.95 does not read 0.949999988079071.
+        temperature, top_p = round(options.temperature, 6), round(options.top_p, 6)
+        if self.profile.sampling == "client":  # the codec forces 1.0 while thinking
+            temperature = temperature if request.temperature is None else request.temperature
+            top_p = top_p if request.top_p is None else request.top_p
         return Sampling(
             max_tokens=max_tokens,
-            temperature=round(options.temperature, 6) if temperature is None else temperature,
-            top_p=round(options.top_p, 6) if top_p is None else top_p,
+            temperature=temperature,
+            top_p=top_p,
             seed=options.seed,
             top_logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
 
-    def _pipeline(
-        self, request: ChatRequest, wire: Wire, parsing: Any, *, forced: bool
-    ) -> Pipeline:
-        stage = parsing.thinking_initial_stage
-        policy = self.policy
-        if not request.parallel_calls:
-            policy = replace(policy, parallel_calls=False)
-        return Pipeline(
-            wire,
-            vocabulary=self.vocabulary,
-            dialect=DIALECTS[self.model.version],
-            tools=ToolSet(request.tools),
-            policy=policy,
-            choice=request.tool_choice,
-            reasoning=stage is not None and stage.starts_in_reasoning(),
-            forced=forced,
-        )
-
-    def _wire(self, converted: Any, parsing: Any, exchange_id: str, model: str) -> Wire:
-        generator = recipe.ChatCompletionRequest.chunk_generator(converted, exchange_id, model)
-        processor = recipe.StreamProcessor(generator, parsing, self._tokenizer)
+    def wire(
+        self,
+        protocol: Protocol,
+        request: Request,
+        converted: Converted,
+        exchange_id: str,
+        *,
+        edits: Edits | None,
+        keep_reasoning: bool,
+    ) -> Wire:
+        """Give a reply its way through the codec."""
+        native = converted.native
+        if edits is not None and edits.stand_ins:
+            # Which calls are custom or searches, the codec decides by the declared tools; the
+            # prompt declares them as functions, so the writer gets declarations of its own.
+            declared = {**request.body, "tools": edits.stand_ins, "tool_choice": "auto"}
+            native = self._convert(declared, protocol)
+        generator = _REQUESTS[protocol].chunk_generator(native, exchange_id, request.model)
+        if protocol == "responses":
+            body = self._parse(protocol, request.body)
+            names, echo = body.namespace_tool_map(self._options), body.echo()
+            generator = generator.with_echo(echo).with_namespace_tool_map(names)
+        processor = recipe.StreamProcessor(generator, converted.parsing, self._tokenizer)
         return Wire(
             processor,
-            recipe.ChatCompletionResponse,
+            _CHUNKS,
+            _REPLIES[protocol],
             self.vocabulary,
             request_id=exchange_id,
-            model=model,
+            model=request.model,
             whole=not converted.stream,
+            edits=edits,
+            thinking=keep_reasoning,
         )
 
     def _check_boot(self) -> None:
@@ -362,21 +455,17 @@ class Codec:
             raise BootError(f"{self.model.tokenizer_path}: {error}") from error
 
 
-def _constraint(converted: Any) -> Constraint | None:
-    constraint = converted.inference_options.output_constraint
-    return None if constraint is None else Constraint(constraint.kind, constraint.schema)
-
-
-def _param(message: str, body: dict[str, Any]) -> str | None:
+def _param(message: str, body: Mapping[str, Any]) -> str | None:
     """Guess the field that a codec message speaks of; None where it names none."""
     if path := _QUOTED_PATH.search(message):
         return path.group(1)
     if value := _INVALID_VALUE.search(message):
         return value.group(1)
     if schema := _BAD_SCHEMA.search(message):
-        names = [tool["function"]["name"] for tool in body.get("tools", [])]
-        if schema.group(1) in names:
-            return f"tools[{names.index(schema.group(1))}].function.parameters"
+        for i, tool in enumerate(body.get("tools", [])):
+            if tool.get("function", tool).get("name") == schema.group(1):
+                inside = "function.parameters" if "function" in tool else "parameters"
+                return f"tools[{i}].{inside if 'input_schema' not in tool else 'input_schema'}"
     for words, param in _PARAM_BY_WORDS:
         if words in message:
             return param

@@ -63,7 +63,12 @@ class DsmlParser:
     @property
     def idle(self) -> bool:
         """Whether it stands outside of markup and holds nothing back."""
-        return not self._buffer and self._state == self._outside
+        return not self._buffer and self.outside
+
+    @property
+    def outside(self) -> bool:
+        """Whether it stands outside of markup."""
+        return self._state == self._outside
 
     def skip(self) -> None:
         """Note that ordinary text went by unseen: it ends a run of backticks."""

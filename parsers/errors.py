@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
-Protocol = Literal["chat"]
+Protocol = Literal["chat", "responses", "messages"]
 """The wire protocols an exchange can be opened in."""
 
 
@@ -32,6 +32,7 @@ class ClientError(ParsersError):
         code: machine-readable reason, such as ``context_length_exceeded``.
         param: path of the offending field, such as ``messages[0].content``; None where no single
             field can be named.
+        details: more for a program to read; only the Messages form shows it.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class ClientError(ParsersError):
         status: int = 400,
         code: str = "invalid_request_error",
         param: str | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
         self.param = param
+        self.details = details
 
 
 class ReplyError(ClientError):
@@ -66,30 +69,79 @@ class BootError(ParsersError):
 
 _TYPES = {
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_PHRASES = {
+    400: "BadRequestError",
+    401: "UnauthorizedError",
+    403: "ForbiddenError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "ContentTooLargeError",
+    429: "TooManyRequestsError",
+    503: "ServiceUnavailableError",
 }
 
 
-def error_body(protocol: Protocol, error: ClientError) -> bytes:
+def error_body(
+    protocol: Protocol, error: ClientError, *, flat: bool = False, request_id: str | None = None
+) -> bytes:
     """Write the body of an error reply in the shape its protocol's clients read.
 
     Args:
         protocol: whose shape.
         error: what went wrong.
+        flat: Chat errors in SGLang's form (``Profile.error_body``).
+        request_id: id of the request, for the Messages form.
 
     Returns:
-        Chat: ``{"error": {"message", "type", "param", "code"}}``, the nested form that the official
-        API uses and that every OpenAI client reads.
+        Chat and Responses: ``{"error": {"message", "type", "param", "code"}}``, the nested form
+        that the official API uses and that every OpenAI client reads. Chat, flat:
+        ``{"object": "error", "message", "type", "param", "code": <status>}``. Messages:
+        ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
     """
-    return orjson.dumps({"error": error_object(error)})
+    return orjson.dumps(error_object(protocol, error, flat=flat, request_id=request_id))
 
 
-def error_object(error: ClientError) -> dict[str, Any]:
-    """Return the inner object of the nested OpenAI error form."""
+def error_object(
+    protocol: Protocol, error: ClientError, *, flat: bool = False, request_id: str | None = None
+) -> dict[str, Any]:
+    """Return what ``error_body`` writes."""
+    if protocol == "messages":
+        kind = _TYPES.get(error.status) or (
+            "api_error" if error.status >= 500 else "invalid_request_error"
+        )
+        inner: dict[str, Any] = {"type": kind, "message": error.message}
+        if error.details is not None:
+            inner["details"] = error.details
+        return {"type": "error", "error": inner, "request_id": request_id}
+    if flat and protocol == "chat":
+        kind = _PHRASES.get(error.status) or (
+            "InternalServerError" if error.status >= 500 else "BadRequestError"
+        )
+        return {
+            "object": "error",
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.status,
+        }
     if error.status >= 500:
         kind = "server_error"
     else:
         kind = _TYPES.get(error.status, "invalid_request_error")
-    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }

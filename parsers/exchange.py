@@ -1,29 +1,56 @@
 """One request and its reply: token ids in, wire bytes out.
 
-Knows the order of things: what a reply begins and ends with, where the stop token is cut, how a
-fault ends. Everything it writes comes from the codec's ``Wire`` as JSON text, put into a frame
-unparsed.
+Knows the order of things: what a reply begins and ends with, where the stop token is cut, when a
+forced call is opened for the model, how a fault ends. Everything it writes comes from the codec's
+``Wire`` as JSON text, put into a frame unparsed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
 
-from parsers.errors import ClientError, Protocol, ReplyError, error_body
+from parsers.answer import AnswerPipeline
+from parsers.errors import ClientError, Protocol, ReplyError
+from parsers.frames import Frames, Tally
 from parsers.invoke import Finish
 from parsers.pipeline import Pipeline
+from parsers.reasoning import ReasoningStore
 from parsers.report import Report
+from parsers.request import Stored
 from parsers.values import Constraint, Sampling
 
 if TYPE_CHECKING:
-    from parsers.codec import TokenLogprob, Wire
+    from parsers.wire import TokenLogprob, Wire
 
-_DONE = b"data: [DONE]\n\n"
-_USAGE = re.compile(r'(?<!\\)"completion_tokens":(\d+),"total_tokens":(\d+)')
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A call that has to come after free thinking (profiles that serve a forced choice).
+
+    Args:
+        think_end: id of the token that ends the reasoning.
+        opener: ids that open the block of calls, and the call where only one tool is allowed.
+    """
+
+    think_end: int
+    opener: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The second generation of an exchange whose call has to be opened for the model.
+
+    Args:
+        prompt_ids: its whole prompt: that of the first, what was generated, and the opener.
+        max_tokens: most tokens it may generate.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
 
 
 class Exchange:
@@ -32,16 +59,28 @@ class Exchange:
     Call ``start`` once, ``receive`` for every step, then ``close`` or ``fail``. The bytes of a
     stream are the lists these return, joined; a whole reply is ``body`` after ``close``.
 
-    ``usage`` rides on the last chunk with a choice, whatever ``stream_options.include_usage`` says,
-    as in the official codec's streams; no chunk without a choice is sent.
+    A forced tool choice may take two generations. The contract of whoever drives the engine::
+
+        generate(exchange.prompt_ids, exchange.sampling) -> receive, until it ends or .finished
+        if it did not end for length and (more := exchange.continuation()) is not None:
+            abort the first generation
+            generate(more.prompt_ids, max_tokens=more.max_tokens) -> receive as before
+        close(finish, completion_tokens of both)
+
+    ``continuation`` is None for every other request, so the question can always be asked.
 
     Attributes:
+        protocol: whose wire format is written.
         prompt_ids: the prompt, encoded by the codec.
         sampling: how to generate.
         constraint: what constrained decoding would enforce, or None.
         stream: whether the client asked for a stream.
         model: the model name the client used.
         ignored: request fields accepted without effect.
+        choices: all exchanges of this request, this one among them; one per choice (``n``). Each
+            is a generation of its own over the same prompt. The streams' frames are sent as they
+            come, in any order; the whole reply is ``body`` of the first after all were closed.
+        stored: what the request asks of a store; None but for Responses.
         error: set when a policy says that what the model wrote is an error; a stream has then
             ended in it, and in place of a whole reply it is to be sent.
     """
@@ -51,6 +90,7 @@ class Exchange:
         *,
         protocol: Protocol,
         wire: Wire,
+        frames: Frames,
         prompt_ids: tuple[int, ...],
         sampling: Sampling,
         constraint: Constraint | None,
@@ -59,7 +99,10 @@ class Exchange:
         ignored: tuple[str, ...],
         eos_token_ids: tuple[int, ...],
         stepwise: bool,
-        pipeline: Pipeline | None,
+        pipeline: Pipeline | AnswerPipeline | None,
+        forced: Forced | None,
+        stored: Stored | None,
+        reasoning: ReasoningStore | None,
     ) -> None:
         self.protocol = protocol
         self.prompt_ids = prompt_ids
@@ -68,22 +111,30 @@ class Exchange:
         self.stream = stream
         self.model = model
         self.ignored = ignored
+        self.choices: tuple[Exchange, ...] = (self,)
+        self.stored = stored
         self.error: ReplyError | None = None
         self._wire = wire
+        self._frames = frames
         # A reply that may end before the engine does is fed token by token: what comes after its
         # end in the same step must leave no trace, in the usage as little as in the report.
         self._stepwise = stepwise
         self._pipeline = pipeline
-        self._report = Report() if pipeline is None else pipeline.gate.report
+        self._report = Report() if pipeline is None else pipeline.report
         self._eos = frozenset(eos_token_ids)
         self._ended = False
         self._over = False
         self._received = 0
         self._completion_tokens: int | None = None
+        self._forced = forced
+        self._output: list[int] = []  # kept while a call may still have to be opened
+        self._late: list[bytes] = []  # frames made between two calls of the driver
+        self._reasoning = reasoning
+        self._last_event: str | None = None  # the response as it was sent, or the event with it
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens are wanted: stop the engine, then call ``close``."""
+        """Whether no more tokens are wanted: stop the engine, then ask for a continuation."""
         return self._ended or self._over or self._wire.finished
 
     def start(self, prompt_tokens: int, cached_tokens: int) -> list[bytes]:
@@ -96,7 +147,7 @@ class Exchange:
         Returns:
             The first frames; none for a whole reply.
         """
-        return self._frames(self._wire.ready(prompt_tokens, cached_tokens))
+        return self._frames.frames(self._wire.ready(prompt_tokens, cached_tokens))
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
@@ -118,15 +169,21 @@ class Exchange:
             end = next(i for i, id_ in enumerate(token_ids) if id_ in self._eos)
             token_ids, logprobs = token_ids[:end], logprobs and logprobs[:end]
             self._ended = True
+        if self._forced is not None:
+            if self._forced.think_end in token_ids:
+                # The answer is ours to open: what the model wrote of it in this step is dropped.
+                end = list(token_ids).index(self._forced.think_end) + 1
+                token_ids, logprobs = token_ids[:end], logprobs and logprobs[:end]
+                self._ended = True
+            self._output += token_ids
         if self.sampling.top_logprobs is None:
             logprobs = None  # the codec writes what it is given, asked for or not
+        frames, self._late = self._late, []
         if self._stepwise and len(token_ids) > 1:
-            return [
-                frame
-                for i in range(len(token_ids))
-                for frame in self._receive(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
-            ]
-        return self._receive(token_ids, logprobs)
+            for i in range(len(token_ids)):
+                frames += self._receive(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+            return frames
+        return frames + self._receive(token_ids, logprobs)
 
     def _receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
@@ -135,17 +192,41 @@ class Exchange:
         if over or not token_ids:
             return []
         self._received += len(token_ids)
+        return self._push(token_ids, logprobs)
+
+    def _push(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[bytes]:
         if self._pipeline is None:
             chunks = self._wire.tokens(token_ids, logprobs)
         else:
             chunks = self._pipeline.receive(token_ids, logprobs)
-            gate = self._pipeline.gate
-            if gate.error is not None:
-                return self._refuse(chunks, gate.error)
-            self._over = gate.satisfied
-        if chunks and self._wire.finished:  # a stop sequence: the codec wrote its last chunk
-            chunks[-1] = self._seal(chunks[-1])
-        return self._frames(chunks)
+            if self._pipeline.error is not None:
+                return self._refuse(chunks, self._pipeline.error)
+            self._over = self._pipeline.satisfied
+        if chunks and self._wire.finished:  # a stop sequence: the codec wrote its last chunks
+            self._seal(chunks)
+        return self._frames.frames(chunks)
+
+    def continuation(self) -> Continuation | None:
+        """Return the generation that has to follow the one that ended, None where none has to.
+
+        Only to be asked when the first generation ended by itself or ``finished`` turned True. The
+        opener counts as written by the model: the next ``receive`` goes on behind it.
+        """
+        forced, self._forced = self._forced, None
+        left = self.sampling.max_tokens - self._received
+        if forced is None or left < 1 or self._over or self._wire.finished:
+            return None
+        assert isinstance(self._pipeline, Pipeline)
+        if self._pipeline.called:
+            return None
+        self._ended = False
+        opener = forced.opener
+        if forced.think_end not in self._output:
+            opener = (forced.think_end, *opener)
+        self._late += self._push(opener, None)
+        return Continuation((*self.prompt_ids, *self._output, *opener), left)
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply.
@@ -155,25 +236,32 @@ class Exchange:
             completion_tokens: its own count of generated tokens, taken over into ``usage``.
 
         Returns:
-            The last frames, ``data: [DONE]`` included; none for a whole reply.
+            The last frames, ``data: [DONE]`` included where the protocol has it; none for a whole
+            reply.
         """
         self._ended = True
+        late, self._late = self._late, []
         if self.error is not None:
-            return []
+            return late
         if self._wire.finished:
-            return [_DONE] if self.stream else []
+            return late + self._frames.end() if self.stream else []
         self._completion_tokens = completion_tokens
         chunks: list[str] = []
         if self._pipeline is not None:
             chunks = self._pipeline.close(finish)
-            if self._pipeline.gate.error is not None:
-                return self._refuse(chunks, self._pipeline.gate.error)
+            if self._pipeline.error is not None:
+                return late + self._refuse(chunks, self._pipeline.error)
         if not self._wire.finished:  # what was held may have ended in a stop sequence
             chunks += self._wire.finish(finish)
+        self._remember()
         if not self.stream:
             return []
-        chunks[-1] = self._seal(chunks[-1])
-        return [*self._frames(chunks), _DONE]
+        self._seal(chunks)
+        return [*late, *self._frames.frames(chunks), *self._frames.end()]
+
+    def _remember(self) -> None:
+        if self._reasoning is not None and self._wire.call_ids:
+            self._reasoning.put(self._wire.call_ids, self._wire.reasoning())
 
     def fail(self, message: str) -> list[bytes]:
         """End the reply with the protocol's own error; never a finish reason.
@@ -192,9 +280,35 @@ class Exchange:
         Raises:
             ReplyError: a policy says that what the model wrote is an error.
         """
+        bodies = [choice._body() for choice in self.choices]
+        return bodies[0].encode() if len(bodies) == 1 else _merged(bodies)
+
+    def _body(self) -> str:
         if self.error is not None:
             raise self.error
-        return self._seal(self._wire.body()).encode()
+        body = self._frames.seal_body(self._wire.body(), self._count(), self._report.extension())
+        self._last_event = body
+        return body
+
+    def record(self) -> bytes:
+        """Return what a store keeps of a Responses exchange that ended.
+
+        Only after ``close``, and for a whole reply after ``body``.
+
+        Returns:
+            JSON: ``{"input": [items], "output": [items], "response": {...}}``: all items before
+            the reply, the history included, those of the reply, and the response as it was sent.
+            ``input`` and ``output`` joined are the ``history`` of an exchange that goes on.
+
+        Raises:
+            ValueError: it is no Responses exchange, or has not ended well.
+        """
+        if self.stored is None or self._last_event is None:
+            raise ValueError("there is no response to be stored")
+        sent = orjson.loads(self._last_event)
+        response = sent.get("response", sent)
+        items = [*self.stored.history, *self.stored.items]
+        return orjson.dumps({"input": items, "output": response["output"], "response": response})
 
     @property
     def report(self) -> Report:
@@ -203,35 +317,39 @@ class Exchange:
 
     def _refuse(self, chunks: list[str], error: ReplyError) -> list[bytes]:
         self.error, self._over = error, True
-        return self._frames(chunks) + self._end_in(error)
+        return self._frames.frames(chunks) + self._end_in(error)
 
     def _end_in(self, error: ClientError) -> list[bytes]:
         self._ended = True
         self._wire.abandon()
-        if not self.stream:
-            return []
-        return [b"data: " + error_body(self.protocol, error) + b"\n\n", _DONE]
+        late, self._late = self._late, []
+        return late + self._frames.error(error) if self.stream else []
 
-    def _seal(self, chunk: str) -> str:
-        """Complete the last chunk or the whole body: the engine's count, the gate's report.
+    def _count(self) -> int | None:
+        """Return the tokens to be told.
 
-        The codec counts neither a stop token nor half a character nor re-spelled markup. A quote
-        inside a JSON string is escaped, so the pattern can only match a key.
+        The codec counts neither a stop token nor half a character nor re-spelled markup.
         """
-        count = self._completion_tokens
-        if count is None and self._pipeline is not None:
-            count = self._received
-        if count is not None:
-            chunk = _USAGE.sub(lambda found: _usage(found, count), chunk, count=1)
-        extension = self._report.extension()
-        if extension is None:
-            return chunk
-        return f'{chunk[:-1]},"bathyal":{orjson.dumps(extension).decode()}}}'
+        if self._completion_tokens is None and self._pipeline is not None:
+            return self._received
+        return self._completion_tokens
 
-    def _frames(self, chunks: list[str]) -> list[bytes]:
-        return [f"data: {chunk}\n\n".encode() for chunk in chunks]
+    def _seal(self, chunks: list[str]) -> None:
+        """Complete the last chunks: the engine's count, the gate's report."""
+        if not self.stream:
+            return
+        self._frames.seal(chunks, self._count(), self._report.extension())
+        self._last_event = chunks[-1]
 
 
-def _usage(found: re.Match[str], count: int) -> str:
-    total = int(found[2]) - int(found[1]) + count
-    return f'"completion_tokens":{count},"total_tokens":{total}'
+def _merged(bodies: Sequence[str]) -> bytes:
+    """Join whole chat replies of one choice each: one id, the prompt counted once."""
+    replies = [orjson.loads(body) for body in bodies]
+    merged, tally = replies[0], Tally(len(replies))
+    for index, reply in enumerate(replies):
+        (choice,) = reply["choices"]
+        choice["index"] = index
+        if report := reply.pop("bathyal", None):
+            choice["bathyal"] = report
+        usage = tally.add(reply["usage"])
+    return orjson.dumps({**merged, "choices": [r["choices"][0] for r in replies], "usage": usage})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parsers.answer import JsonAnswer
 from parsers.dialects import MARK, quote, spell
 from parsers.errors import ReplyError
 from parsers.events import (
@@ -31,7 +32,7 @@ from parsers.policy import Action, Doubt, GatePolicy
 from parsers.report import LONGEST_RAW, Report, Withheld
 from parsers.sink import Sink
 from parsers.toolset import ToolSet
-from parsers.values import ToolChoice
+from parsers.values import ReplyFormat, ToolChoice
 
 _WHY = {
     "undeclared_tool": "the tool is not declared",
@@ -41,6 +42,7 @@ _WHY = {
     "broken_json": "its arguments are not valid",
     "malformed_call": "it cannot be read",
     "unclosed_call": "it was not finished",
+    "schema_violation": "its arguments break the schema of the tool",
 }
 
 
@@ -53,6 +55,7 @@ class ToolGate:
         sink: where decisions go.
         reasoning: the output starts inside the reasoning.
         choice: which calls the request asks for.
+        wanted: the JSON that an answer without calls is to be.
 
     Attributes:
         report: what was done.
@@ -70,6 +73,7 @@ class ToolGate:
         *,
         reasoning: bool,
         choice: ToolChoice,
+        wanted: ReplyFormat | None = None,
     ) -> None:
         self.report = Report()
         self.error: ReplyError | None = None
@@ -80,6 +84,7 @@ class ToolGate:
         self._policy = policy
         self._sink = sink
         self._choice = choice
+        self._answer = None if wanted is None else JsonAnswer(wanted, policy, sink, self.report)
         self._call: Invoke | None = None
         self._noise = ""  # of the block, between its calls
         self._doubted: list[Event] | None = None
@@ -101,10 +106,18 @@ class ToolGate:
     @property
     def open(self) -> bool:
         """Whether ordinary text passes as it is: nothing in doubt, no call delivered yet."""
-        return self._doubted is None and not self.report.calls
+        filtered = self._answer is not None and not self.reasoning
+        return not filtered and not self.called
+
+    @property
+    def called(self) -> bool:
+        """Whether a call was delivered or may still turn out to have been made."""
+        return self._doubted is not None or self.report.calls > 0
 
     def handle(self, event: Event) -> None:
         """Decide one event."""
+        if self._answer is not None and not isinstance(event, Text):
+            self._answer.release()
         if self._doubted is None:
             self._handlers[type(event)](event)
         else:
@@ -118,6 +131,8 @@ class ToolGate:
         if self._doubted is not None:
             self._believe()
         report = self.report
+        if self._answer is not None and self.error is None:
+            self.error = self._answer.close(finish, judged=not report.calls)
         if self._choice.forced and not report.calls:
             report.unmet = "tool_choice"
         if report.withheld and not report.calls and not self.spoke and self.error is None:
@@ -132,7 +147,10 @@ class ToolGate:
         if self.report.calls:
             self._lose(event.raw)
             return
-        self._sink.verbatim(len(event.raw))
+        if self._answer is not None and not self.reasoning:
+            self._answer.feed(event.raw)
+        else:
+            self._sink.verbatim(len(event.raw))
         if not self.spoke and not self.reasoning:
             self.spoke = not event.raw.isspace()
 
@@ -262,7 +280,7 @@ class ToolGate:
             return "tool_choice_none"
         if tool < 0 and not lenient:
             return "undeclared_tool"
-        if self._choice.name not in (None, name) and not lenient:
+        if self._choice.names is not None and name not in self._choice.names and not lenient:
             return "not_chosen"
         if self.report.calls and not self._policy.parallel_calls:
             return "parallel_tool_calls"
@@ -287,9 +305,21 @@ class ToolGate:
             if unclosed and self._policy.unclosed_call is Action.ERROR:
                 self._fail(f"the output ended inside a call of {call.name!r}", "unclosed_call")
             call.cut(self._finish)
+        if call.violation is not None:
+            strict = self._tools.is_strict(call.tool)
+            policy = self._policy
+            action = policy.strict_violation if strict else policy.schema_violation
+            if action is Action.ERROR:
+                self._fail(
+                    f"the arguments of a call of {call.name!r} break its schema: "
+                    f"{quote(call.violation)}",
+                    "schema_violation",
+                )
         if call.reason is not None:
             self._withhold(call.name or None, call.reason, call.raw)
             return
+        if call.violation is not None:
+            self.report.violations.append((call.name, quote(call.violation)))
         self.report.calls += 1
         self.report.repaired += call.mends
         if call.tool < 0:

@@ -44,6 +44,7 @@ class Invoke:
         noise: text between the tags.
         mends: what was repaired.
         announced: whether the call was begun on the wire.
+        violation: how the whole arguments break the tool's schema.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Invoke:
         self.noise = ""
         self.mends: list[Repaired] = []
         self.announced = False
+        self.violation: str | None = None
         self._tools = tools
         self._policy = policy
         self._sink = sink
         self._holding = policy.hold is Hold.CALL
         self._kept: list[Callable[[], None]] = []  # what was decided while the call is held back
         self._names: set[str] = set()
+        self._checked: list[str] | None = [] if tools.has_schema(tool) else None
         self._written = 0  # members begun
         # The parameter being read: its name, how it is treated, and the pieces of its value.
         self._param = ""
@@ -192,9 +195,13 @@ class Invoke:
     def _begin(self, key: str) -> None:
         self._announce()
         first, self._written = self._written == 0, self._written + 1
+        if self._checked is not None:
+            self._checked.append(f'{"{" if first else ", "}"{escape(key)}": ')
         self._do(lambda: self._sink.key(key, first=first))
 
     def _write(self, text: str) -> None:
+        if self._checked is not None:
+            self._checked.append(text)
         if self._holding:
             self._kept.append(lambda: self._sink.value(text))
         elif text:
@@ -207,6 +214,12 @@ class Invoke:
             op()
 
     def _end(self) -> None:
+        if self._checked is not None:
+            whole = "".join(self._checked) + "}" if self._checked else "{}"
+            self.violation = self._tools.violation(self.tool, whole)
+        if self.violation is not None and self._holding:
+            self.reason = "schema_violation"
+            return
         self._announce()
         for op in self._kept:
             op()

@@ -95,7 +95,7 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
     """Find the calls in a text that a model wrote; any spelling of the markers counts.
 
     Args:
-        codec: whose gate policy mends arguments; what it says of undeclared tools, doubtful blocks
+        codec: whose profile mends arguments; what it says of undeclared tools, doubtful blocks
             and stray markers does not apply, for the caller wants to see them.
         text: the output, with or without its reasoning.
         tools: function tools in the Chat Completions form; without any, the text is returned as
@@ -108,7 +108,7 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
     if not tools:
         return ParsedCalls(text, ())
     policy = replace(
-        codec.policy,
+        codec.profile.gate,
         undeclared_tool=Action.PASS,
         doubtful_block=Doubt.CALL,
         stray_marker=Action.PASS,

@@ -11,17 +11,18 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from parsers.detokenize import Detokenizer, Vocabulary
-from parsers.dialects import Dialect
 from parsers.dsml import DsmlParser
+from parsers.errors import ReplyError
 from parsers.gate import ToolGate
 from parsers.invoke import Finish
 from parsers.policy import GatePolicy
+from parsers.report import Report
 from parsers.stitch import Stitch
 from parsers.toolset import ToolSet
-from parsers.values import ToolChoice
+from parsers.values import ReplyFormat, ToolChoice
 
 if TYPE_CHECKING:
-    from parsers.codec import TokenLogprob, Wire
+    from parsers.wire import TokenLogprob, Wire
 
 
 class Pipeline:
@@ -29,33 +30,57 @@ class Pipeline:
 
     Args:
         wire: the codec's side of the reply.
+        stitch: the sink, over the same wire.
         vocabulary: of the model.
-        dialect: how calls are spelled for the codec.
         tools: the declared tools.
         policy: what the gate does with each fault.
         choice: which calls the request asks for.
         reasoning: the output starts inside the reasoning.
         forced: the prompt has opened the block of calls.
+        wanted: the JSON that an answer without calls is to be.
     """
 
     def __init__(
         self,
         wire: Wire,
+        stitch: Stitch,
         *,
         vocabulary: Vocabulary,
-        dialect: Dialect,
         tools: ToolSet,
         policy: GatePolicy,
         choice: ToolChoice,
         reasoning: bool,
         forced: bool,
+        wanted: ReplyFormat | None,
     ) -> None:
         self._wire = wire
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary)
         self._parser = DsmlParser(reasoning=reasoning, forced=forced)
-        self._stitch = Stitch(wire, vocabulary, dialect)
-        self.gate = ToolGate(tools, policy, self._stitch, reasoning=reasoning, choice=choice)
+        self._stitch = stitch
+        self.gate = ToolGate(
+            tools, policy, self._stitch, reasoning=reasoning, choice=choice, wanted=wanted
+        )
+
+    @property
+    def report(self) -> Report:
+        """What the gate did."""
+        return self.gate.report
+
+    @property
+    def error(self) -> ReplyError | None:
+        """The error that the reply has to end in."""
+        return self.gate.error
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether no further output is wanted."""
+        return self.gate.satisfied
+
+    @property
+    def called(self) -> bool:
+        """Whether the model has called, or may have."""
+        return self.gate.called or not self._parser.outside
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None

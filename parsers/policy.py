@@ -6,7 +6,7 @@ A rule that two profiles see differently is a field here, never a question about
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Action(enum.StrEnum):
@@ -35,35 +35,77 @@ class Hold(enum.StrEnum):
     CALL = "call"  # a call comes when it is whole and good
 
 
+def means(text: str) -> dict[str, str]:
+    """Return the metadata of a field that is a rule: what it decides, for the table."""
+    return {"meaning": text}
+
+
 @dataclass(frozen=True, slots=True)
 class GatePolicy:
-    """The rules for calls a model writes; the defaults are those of the profile ``agent``.
+    """The rules for calls a model writes; the defaults are those of the profile ``agent``."""
 
-    Args:
-        undeclared_tool: a name not in ``tools``: PASS (flagged), WITHHOLD or ERROR.
-        broken_json: a value of a non-string parameter that is no strict JSON. REPAIR makes it a
-            string where the schema admits one; where it does not, the call is withheld, or, with
-            part of it sent already, goes on with the string that its tool will refuse. WITHHOLD
-            makes a string in that last case only.
-        json_body: a JSON object in place of parameters: REPAIR reads it as the arguments, WITHHOLD
-            does not deliver the call.
-        unclosed_call: a call that the output ends in, not cut by length: REPAIR closes what was
-            sent and withholds what was not begun; ERROR ends the reply in an error.
-        doubtful_block: a block in the reasoning or in a code fence.
-        stray_marker: a marker that opens nothing: QUOTE or PASS.
-        hold: how much is kept back.
-        parallel_calls: whether more than one call may be delivered; a request's
-            ``parallel_tool_calls: false`` turns it off.
-    """
-
-    undeclared_tool: Action = Action.WITHHOLD
-    broken_json: Action = Action.REPAIR
-    json_body: Action = Action.REPAIR
-    unclosed_call: Action = Action.REPAIR
-    doubtful_block: Doubt = Doubt.LAST
-    stray_marker: Action = Action.QUOTE
-    hold: Hold = Hold.PARAMETER
-    parallel_calls: bool = True
+    undeclared_tool: Action = field(
+        default=Action.WITHHOLD,
+        metadata=means("a call of a name not in `tools`: pass (flagged), withhold or error"),
+    )
+    broken_json: Action = field(
+        default=Action.REPAIR,
+        metadata=means(
+            "a value of a non-string parameter that is no strict JSON. repair: a string where the"
+            " schema admits one; where it does not, the call is withheld, or, with part of it sent"
+            " already, goes on with the string that its tool will refuse. withhold: a string in that"
+            " last case only"
+        ),
+    )
+    json_body: Action = field(
+        default=Action.REPAIR,
+        metadata=means(
+            "a JSON object in place of parameters: repair reads it as the arguments, withhold does"
+            " not deliver the call"
+        ),
+    )
+    unclosed_call: Action = field(
+        default=Action.REPAIR,
+        metadata=means(
+            "a call that the output ends in, not cut by length: repair closes what was sent and"
+            " withholds what was not begun; error ends the reply in an error"
+        ),
+    )
+    schema_violation: Action = field(
+        default=Action.PASS,
+        metadata=means(
+            "arguments that break the schema of a tool not declared strict: pass (reported) or error;"
+            " with `hold: call` they are withheld"
+        ),
+    )
+    strict_violation: Action = field(
+        default=Action.ERROR,
+        metadata=means("arguments that break the schema of a tool declared `strict`: as above"),
+    )
+    doubtful_block: Doubt = field(
+        default=Doubt.LAST,
+        metadata=means(
+            "a block in the reasoning or in a code fence: a call, a call if it ends the output, or a"
+            " quotation"
+        ),
+    )
+    stray_marker: Action = field(
+        default=Action.QUOTE, metadata=means("a marker that opens nothing: quote or pass")
+    )
+    hold: Hold = field(
+        default=Hold.PARAMETER,
+        metadata=means(
+            "how much of a call is kept back: none (no gate), parameter (strings stream, any other"
+            " parameter comes whole and checked), call (a call comes when it is whole and good)"
+        ),
+    )
+    parallel_calls: bool = field(
+        default=True,
+        metadata=means(
+            "more than one call may be delivered; a request's `parallel_tool_calls: false` turns it"
+            " off"
+        ),
+    )
 
 
 BARE = GatePolicy(hold=Hold.NONE)

@@ -55,6 +55,8 @@ class Report:
         lost_chars: its whole length.
         quoted_markers: markers that were shown as text.
         unmet: a demand the reply did not meet, such as ``tool_choice``.
+        violations: (tool, what is wrong) of delivered calls that break their schema; the tool is
+            None for an answer that breaks the schema it was to have.
     """
 
     calls: int = 0
@@ -65,6 +67,7 @@ class Report:
     lost_chars: int = 0
     quoted_markers: int = 0
     unmet: str | None = None
+    violations: list[tuple[str | None, str]] = field(default_factory=list)
 
     def lose(self, text: str) -> None:
         """Note text that cannot be delivered."""
@@ -89,6 +92,10 @@ class Report:
             out["lost_chars"] = self.lost_chars
         if self.quoted_markers:
             out["quoted_markers"] = self.quoted_markers
+        if self.violations:
+            out["schema_violations"] = [
+                {"name": name, "message": message} for name, message in self.violations
+            ]
         if self.unmet:
             out["unmet"] = self.unmet
         return out or None

@@ -14,6 +14,7 @@ with the first member's name carries the whole inside of the arguments, in JSON 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from parsers.detokenize import Vocabulary
@@ -21,7 +22,7 @@ from parsers.dialects import MARK_TEXT, THINK_END_TEXT, Dialect, spell
 from parsers.jsontext import key_text
 
 if TYPE_CHECKING:
-    from parsers.codec import TokenLogprob, Wire
+    from parsers.wire import TokenLogprob, Wire
 
 _Held = tuple[int, "TokenLogprob | None", str]
 
@@ -33,12 +34,24 @@ class Stitch:
         wire: where chunks come from.
         vocabulary: of the model.
         dialect: how calls are spelled for the codec.
+        aliases: names that calls are written under, where not their own.
+        names: takes the real names of the calls, in order.
     """
 
-    def __init__(self, wire: Wire, vocabulary: Vocabulary, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        vocabulary: Vocabulary,
+        dialect: Dialect,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        names: list[str] | None = None,
+    ) -> None:
         self._wire = wire
         self._vocabulary = vocabulary
         self._dialect = dialect
+        self._aliases = aliases or {}
+        self._names = names
         self._queue: deque[_Held] = deque()
         self._offset = 0  # characters of the first token that are decided
         self._passed = 0  # characters after those that may pass, the token not being whole yet
@@ -112,7 +125,9 @@ class Stitch:
                 self._emit(token_id, None)
             self._emit(self._vocabulary.special(MARK_TEXT), None)
             self._mark(self._dialect.opening().removeprefix(f"<{MARK_TEXT}"))
-        self._mark(self._dialect.invoke(name))
+        if self._names is not None:
+            self._names.append(name)
+        self._mark(self._dialect.invoke(self._aliases.get(name, name)))
 
     def key(self, name: str, *, first: bool) -> None:
         """See ``parsers.sink``."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parsers.jsontext import type_of
+import orjson
+
+from parsers.jsontext import is_strict, type_of
+from parsers.schemas import violation
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 """The JSON Schema types; an integer is a number too."""
@@ -36,6 +39,7 @@ class ToolSet:
         functions = [tool["function"] for tool in tools]
         self._index = {function["name"]: i for i, function in enumerate(functions)}
         self._schemas = [function.get("parameters") for function in functions]
+        self._strict = [function.get("strict") is True for function in functions]
         self._admitted: dict[tuple[int, str], frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -61,6 +65,25 @@ class ToolSet:
         if key not in self._admitted:
             self._admitted[key] = self._read(self._schemas[tool], parameter)
         return self._admitted[key]
+
+    def has_schema(self, tool: int) -> bool:
+        """Whether the arguments of a tool can be checked."""
+        return tool >= 0 and isinstance(self._schemas[tool], dict | bool)
+
+    def is_strict(self, tool: int) -> bool:
+        """Whether a tool is declared ``strict``."""
+        return tool >= 0 and self._strict[tool]
+
+    def violation(self, tool: int, arguments: str) -> str | None:
+        """Say how arguments break the schema of their tool.
+
+        Args:
+            tool: position of the tool, one that ``has_schema``.
+            arguments: JSON text.
+        """
+        if not is_strict(arguments):
+            return "$: the arguments are no strict JSON"
+        return violation(self._schemas[tool], orjson.loads(arguments))
 
     @staticmethod
     def _read(root: Any, parameter: str) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ModelVersion = Literal["v4", "v4.1"]
 
@@ -75,13 +75,33 @@ class ToolChoice:
 
     Args:
         mode: ``none``, ``auto`` or ``required``; a named choice is ``required``.
-        name: the one tool that may be called, None for any.
+        names: the tools that may be called, None for any.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
-    name: str | None = None
+    names: frozenset[str] | None = None
 
     @property
     def forced(self) -> bool:
         """Whether the reply has to hold a call."""
         return self.mode == "required"
+
+    @property
+    def only(self) -> str | None:
+        """The one tool that has to be called; None where there is a choice."""
+        if not self.forced or self.names is None or len(self.names) != 1:
+            return None
+        return next(iter(self.names))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """The JSON that an answer is asked to be.
+
+    Args:
+        schema: the JSON Schema it has to meet; None for any JSON object.
+        strict: whether the client asked for it to be held.
+    """
+
+    schema: Any = None
+    strict: bool = False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from parsers import BARE, Action, Codec, GatePolicy, ServedModel
+from parsers import BARE, PROFILES, Action, Codec, GatePolicy, ServedModel
 from tests.parsers.support import write_tokenizer
 
-LENIENT = GatePolicy(undeclared_tool=Action.PASS)
+AGENT = PROFILES["agent"]
+LENIENT = replace(AGENT, gate=GatePolicy(undeclared_tool=Action.PASS))
 
 
 def v4_tokenizer() -> str:
@@ -40,7 +42,17 @@ def codec(served: ServedModel) -> Codec:
 
 @pytest.fixture(scope="session")
 def bare(served: ServedModel) -> Codec:
-    return Codec.load(served, BARE)
+    return Codec.load(served, replace(AGENT, gate=BARE))
+
+
+@pytest.fixture(scope="session")
+def official(served: ServedModel) -> Codec:
+    return Codec.load(served, PROFILES["official"])
+
+
+@pytest.fixture(scope="session")
+def sglang(served: ServedModel) -> Codec:
+    return Codec.load(served, PROFILES["sglang"])
 
 
 @pytest.fixture(scope="session")

@@ -151,6 +151,10 @@ DEVIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "C48": ("attributes are read however they are spelled", {"calls": [("now", '{"sel": ["A"]}')]}),
     "C50": ("attributes are read however they are spelled", {"calls": [("now", '{"a": "x"}')]}),
+    "G03": ("around a JSON answer nothing is delivered", {"content": '{"a": 1}'}),
+    "G04": ("around a JSON answer nothing is delivered", {"content": '{"a": 1}'}),
+    "G05": ("an answer that is no JSON is delivered, and reported", {"content": "I cannot."}),
+    "G09": ("around a JSON answer nothing is delivered", {"content": '{"a": 1}'}),
     "T08": (
         "a marker that opens nothing is shown, made harmless",
         {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from parsers import Codec, Exchange
+from parsers import Codec, Exchange, GatePolicy
 
 SPECIALS = (
     "<｜begin▁of▁sentence｜>",
@@ -36,6 +37,12 @@ def write_tokenizer(path: Path, *, without: str | None = None) -> str:
     tokenizer.add_special_tokens(specials)
     tokenizer.save(str(path))
     return str(path)
+
+
+def under(codec: Codec, policy: GatePolicy) -> Codec:
+    """The same codec with another gate."""
+    profile = replace(codec.profile, gate=policy)
+    return Codec(codec.model, codec._tokenizer, codec.vocabulary, profile)
 
 
 def encode(codec: Codec, text: str) -> list[int]:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from parsers import Codec
-from tests.parsers.support import encode, function
+from tests.parsers.support import encode, function, open_chat
 
 Step = str | list[int]
 
@@ -175,10 +175,7 @@ def test_the_stop_token_is_text_to_it(play: Any, codec: Codec) -> None:
 
 def test_usage_and_the_model_end_the_json(play: Any, codec: Codec) -> None:
     """The last chunk is a JSON object that ends in usage: an extension can be appended to it."""
-    body = {"model": codec.model.name, "messages": [{"role": "user", "content": "q"}]}
-    converted = codec._convert(body)
-    wire = codec._wire(converted, converted.parsing_options, "ID", "M")
-    wire._whole = False
+    wire = open_chat(codec, stream=True)._wire
     wire.ready(3, 1)
     last = wire.finish("stop")[-1]
 

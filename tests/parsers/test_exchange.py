@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from parsers import Codec, CodecError, Exchange, GatePolicy, ReplyError
+from parsers import PROFILES, Codec, CodecError, Exchange, GatePolicy, ReplyError
 from parsers.policy import Action
 from tests.parsers.support import (
     chunks,
@@ -178,7 +179,9 @@ def test_logprobs_nobody_asked_for_are_not_written(codec: Codec) -> None:
 
 def test_a_reply_the_policy_calls_an_error_is_one(served: Any) -> None:
     """With undeclared_tool=error the stream ends in an error, and a whole reply raises it."""
-    codec = Codec.load(served, GatePolicy(undeclared_tool=Action.ERROR))
+    codec = Codec.load(
+        served, replace(PROFILES["agent"], gate=GatePolicy(undeclared_tool=Action.ERROR))
+    )
     output = CALLS.replace('name="f"', 'name="rm"')
     exchange = open_chat(codec, stream=True, tools=TOOLS)
     frames = drive(exchange, each(encode(codec, output)))

@@ -20,6 +20,7 @@ from tests.parsers.support import (
     plainly,
     said,
     talk,
+    under,
 )
 
 TOOLS = [
@@ -47,9 +48,7 @@ def play(codec: Codec) -> Play:
     """Play an answer (after the reasoning) past a gate with some rules changed."""
 
     def run(output: str, *, finish: str = "stop", rules: Any = None, **fields: Any) -> Any:
-        changed = Codec(
-            codec.model, codec._tokenizer, codec.vocabulary, replace(GatePolicy(), **rules or {})
-        )
+        changed = under(codec, replace(GatePolicy(), **rules or {}))
         return talk(changed, f"R</think>{output}", finish, **{"tools": TOOLS, **fields})
 
     return run
@@ -116,7 +115,7 @@ def test_names_are_compared_as_they_are(play: Play) -> None:
 def test_a_name_that_shows_a_marker_is_no_name(codec: Codec, bars: str) -> None:
     """Such a call is malformed even where undeclared ones are passed."""
     policy = GatePolicy(undeclared_tool=Action.PASS)
-    changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, policy)
+    changed = under(codec, policy)
     ids = encode(codec, 'R</think><｜DSML｜tool_calls><｜DSML｜invoke name="')
     ids += plainly(codec, f"rm<{bars}") + encode(codec, '">\n</｜DSML｜invoke>')
     got = message(chunks(drive(open_chat(changed, stream=True, tools=TOOLS), each(ids))))
@@ -208,13 +207,14 @@ def test_a_withheld_call_does_not_use_up_the_one_call(play: Play) -> None:
 VALUES = [
     ("n", "5", "5", None),
     ("n", " 5\n", " 5\n", None),
-    ("n", "1.50", "1.50", None),  # the schema is checked elsewhere
+    ("n", "-1e2", "-1e2", None),
+    ("any", "1.50", "1.50", None),
     ("any", "9" * 40, "9" * 40, None),
     ("o", '{"k":[ 1 , 2 ]}', '{"k":[ 1 , 2 ]}', None),
     ("o", '{"k": "｜"}', '{"k": "\\uff5c"}', None),
     ("b", "True", "true", "python_literal"),
     ("any", "None", "null", "python_literal"),
-    ("n", '"\\ud83d"', '"\\ufffd"', "lone_surrogate"),
+    ("any", '"\\ud83d"', '"\\ufffd"', "lone_surrogate"),
     ("s", "Paris", '"Paris"', "broken_json"),
     ("s", "True", '"True"', "broken_json"),
     ("any", "{bad", '"{bad"', "broken_json"),
@@ -392,7 +392,7 @@ def test_a_call_cut_by_length_is_delivered_as_far_as_it_goes(play: Play) -> None
 def test_an_unclosed_call_can_be_an_error(codec: Codec) -> None:
     """ERROR ends the reply in an error, but not one that length has cut."""
     policy = GatePolicy(unclosed_call=Action.ERROR)
-    changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, policy)
+    changed = under(codec, policy)
     output = f'R</think><｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{param("s", "x")}'
     for finish, fails in (("stop", True), ("length", False)):
         exchange = open_chat(changed, tools=TOOLS)
@@ -509,7 +509,7 @@ def test_hold_call_releases_only_whole_calls(codec: Codec) -> None:
 
     for hold, flows in ((Hold.PARAMETER, True), (Hold.CALL, False)):
         policy = replace(GatePolicy(), hold=hold)
-        changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, policy)
+        changed = under(codec, policy)
         exchange = open_chat(changed, stream=True, tools=TOOLS)
         frames = exchange.start(10, 4)
         for id_ in head:
@@ -523,7 +523,7 @@ def test_hold_call_releases_only_whole_calls(codec: Codec) -> None:
 
 def test_hold_none_is_the_bare_codec(codec: Codec) -> None:
     """Without a gate everything passes, and nothing is reported."""
-    changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, BARE)
+    changed = under(codec, BARE)
     got = talk(changed, "R</think>" + block(call("rm", param("s", "{bad", "false"))), tools=TOOLS)
 
     assert [(n, a) for n, a, _ in got["calls"]] == [("rm", '{"s": {bad}')]

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from parsers import Action, Codec, Doubt, GatePolicy, Hold
-from tests.parsers.support import chunks, each, encode, function, masked, message, open_chat, whole
+from tests.parsers.support import (
+    chunks,
+    each,
+    encode,
+    function,
+    masked,
+    message,
+    open_chat,
+    under,
+    whole,
+)
 
 TOOLS = [function("f", {"a": "string", "n": "integer", "o": "object"}), function("g")]
 M = "｜DSML｜"
@@ -111,7 +121,7 @@ def is_beginning(text: str) -> bool:
 def test_whatever_a_model_writes(codec: Codec, data: st.DataObject) -> None:
     """Any output, split, policy and request: no exception, one message, no marker, valid JSON."""
     policy = data.draw(st.sampled_from(POLICIES))
-    changed = Codec(codec.model, codec._tokenizer, codec.vocabulary, policy)
+    changed = under(codec, policy)
     ids = data.draw(outputs(codec))
     fields = data.draw(st.sampled_from(FIELDS))
     finish = data.draw(st.sampled_from(["stop", "length"]))

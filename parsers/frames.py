@@ -1,0 +1,226 @@
+"""How each protocol's chunks become SSE frames, how its last chunk is completed, how it fails.
+
+Knows the JSON text of the codec's chunks as far as a search for a key goes; parses none of it
+while a reply flows. A quote inside a JSON string is escaped, so a pattern that begins with a bare
+quote can only match a key.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from parsers.errors import ClientError, Protocol, error_body, error_object
+
+_DONE = b"data: [DONE]\n\n"
+_CHAT_USAGE = re.compile(r'(?<!\\)"completion_tokens":(\d+),"total_tokens":(\d+)')
+_MESSAGES_USAGE = re.compile(r'(?<!\\)"output_tokens":\d+')
+_RESPONSES_USAGE = re.compile(
+    r'(?<!\\)"output_tokens":(\d+),("output_tokens_details":\{[^{}]*\}),"total_tokens":(\d+)'
+)
+_SEQUENCE = re.compile(r'(?<!\\)"sequence_number":(\d+)')
+
+
+class Tally:
+    """The usage of several choices of one reply: the prompt counts once.
+
+    Args:
+        choices: how many there are.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self.open = choices
+        self._sum: dict[str, Any] = {}
+
+    def add(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Take the usage of a choice that ended; return the sum so far."""
+        if not self._sum:
+            self._sum = usage
+            return usage
+        total = self._sum
+        total["completion_tokens"] += usage["completion_tokens"]
+        total["total_tokens"] += usage["completion_tokens"]
+        thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens")
+        if thought is not None:
+            details = total.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
+            details["reasoning_tokens"] += thought
+        return total
+
+
+class ChatFrames:
+    """Chat Completions: unnamed events, closed by ``[DONE]``.
+
+    ``usage`` rides on the last chunk with a choice, whatever ``stream_options.include_usage`` says,
+    as in the official codec's streams; no chunk without a choice is sent. Of several choices the
+    one that ends last carries it.
+
+    Args:
+        index: which choice of the reply this is.
+        tally: shared by all of them; None for a single one.
+        flat: errors in SGLang's form.
+    """
+
+    def __init__(self, *, index: int = 0, tally: Tally | None = None, flat: bool = False) -> None:
+        self._index = f'"choices":[{{"index":{index},' if index else None
+        self._tally = tally
+        self._flat = flat
+
+    def frames(self, chunks: list[str]) -> list[bytes]:
+        """Frame the JSON of chunks."""
+        if self._index is not None:
+            chunks = [c.replace('"choices":[{"index":0,', self._index, 1) for c in chunks]
+        return [f"data: {chunk}\n\n".encode() for chunk in chunks]
+
+    def seal(self, chunks: list[str], count: int | None, extension: dict[str, Any] | None) -> None:
+        """Complete the last chunk: the engine's count of tokens, the gate's report."""
+        chunk = self.seal_body(chunks[-1], count, extension)
+        if self._tally is not None:
+            at = chunk.rindex('"usage":') + len('"usage":')
+            usage, _, rest = chunk[at:].partition(',"bathyal":')
+            total = self._tally.add(orjson.loads(usage if rest else usage[:-1]))
+            self._tally.open -= 1
+            shown = "null" if self._tally.open else orjson.dumps(total).decode()
+            chunk = f'{chunk[:at]}{shown},"bathyal":{rest}' if rest else f"{chunk[:at]}{shown}}}"
+        chunks[-1] = chunk
+
+    def seal_body(self, body: str, count: int | None, extension: dict[str, Any] | None) -> str:
+        """Complete a whole reply likewise."""
+        if count is not None:
+            body = _CHAT_USAGE.sub(lambda found: _chat_usage(found, count), body, count=1)
+        if extension is None:
+            return body
+        return f'{body[:-1]},"bathyal":{orjson.dumps(extension).decode()}}}'
+
+    def end(self) -> list[bytes]:
+        """Close the stream, unless another choice is still open."""
+        return [] if self._tally is not None and self._tally.open else [_DONE]
+
+    def error(self, error: ClientError) -> list[bytes]:
+        """End the stream in an error; never a finish reason."""
+        inner = error_object("chat", error, flat=self._flat)
+        body = orjson.dumps({"error": inner} if self._flat else inner)
+        return [b"data: " + body + b"\n\n", _DONE]
+
+
+class _NamedFrames:
+    """Events with names, which are the ``type`` of their data; nothing closes the stream."""
+
+    def frames(self, chunks: list[str]) -> list[bytes]:
+        """Frame the JSON of events; every one begins with its type."""
+        return [
+            f"event: {chunk[9 : chunk.index(chr(34), 9)]}\ndata: {chunk}\n\n".encode()
+            for chunk in chunks
+        ]
+
+    def end(self) -> list[bytes]:
+        """Close the stream: its last event has been sent."""
+        return []
+
+
+class MessagesFrames(_NamedFrames):
+    """Messages.
+
+    Args:
+        request_id: told in an error.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def seal(self, chunks: list[str], count: int | None, extension: dict[str, Any] | None) -> None:
+        """Complete the ``message_delta`` that ends the message."""
+        for i in range(len(chunks) - 1, -1, -1):
+            if chunks[i].startswith('{"type":"message_delta"'):
+                chunks[i] = self.seal_body(chunks[i], count, extension)
+                return
+
+    def seal_body(self, body: str, count: int | None, extension: dict[str, Any] | None) -> str:
+        """Complete a whole reply likewise: the last count of tokens in it is the reply's."""
+        if count is not None and (found := _last(_MESSAGES_USAGE, body)):
+            body = f'{body[: found.start()]}"output_tokens":{count}{body[found.end() :]}'
+        if extension is None:
+            return body
+        return f'{body[:-1]},"bathyal":{orjson.dumps(extension).decode()}}}'
+
+    def error(self, error: ClientError) -> list[bytes]:
+        """End the stream in an ``error`` event."""
+        body = error_body("messages", error, request_id=self._request_id)
+        return [b"event: error\ndata: " + body + b"\n\n"]
+
+
+class ResponsesFrames(_NamedFrames):
+    """Responses; remembers its first and its last event, for the one that tells of a failure."""
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+        self._latest = ""
+
+    def frames(self, chunks: list[str]) -> list[bytes]:
+        """See ``_NamedFrames``."""
+        if chunks:
+            if self._first is None:
+                self._first = chunks[0]
+            self._latest = chunks[-1]
+        return super().frames(chunks)
+
+    def seal(self, chunks: list[str], count: int | None, extension: dict[str, Any] | None) -> None:
+        """Complete the event that ends the response."""
+        event = chunks[-1]
+        head, response = event.split('"response":', 1)
+        chunks[-1] = f'{head}"response":{self.seal_body(response, count, extension)}'
+
+    def seal_body(self, body: str, count: int | None, extension: dict[str, Any] | None) -> str:
+        """Complete a response object; text may follow it."""
+        if count is not None and (found := _last(_RESPONSES_USAGE, body)):
+            total = int(found[3]) - int(found[1]) + count
+            usage = f'"output_tokens":{count},{found[2]},"total_tokens":{total}'
+            body = body[: found.start()] + usage + body[found.end() :]
+        if extension is None:
+            return body
+        return f'{{"bathyal":{orjson.dumps(extension).decode()},{body[1:]}'
+
+    def error(self, error: ClientError) -> list[bytes]:
+        """End the stream in ``response.failed``, or ``error`` where no response was begun."""
+        inner = error_object("responses", error)["error"]
+        if self._first is None:
+            data = {"type": "error", **inner, "sequence_number": 0}
+            return super().frames([orjson.dumps(data).decode()])
+        number = _last(_SEQUENCE, self._latest)
+        response = orjson.loads(self._first)["response"]
+        response["status"] = "failed"
+        response["error"] = {"code": inner["code"], "message": inner["message"]}
+        data = {
+            "type": "response.failed",
+            "response": response,
+            "sequence_number": int(number[1]) + 1 if number else 0,
+        }
+        return super().frames([orjson.dumps(data).decode()])
+
+
+Frames = ChatFrames | MessagesFrames | ResponsesFrames
+
+
+def frames_for(
+    protocol: Protocol, exchange_id: str, *, index: int, tally: Tally | None, flat: bool
+) -> Frames:
+    """Return the framing of a reply; what it takes is said at each class."""
+    if protocol == "messages":
+        return MessagesFrames(exchange_id)
+    if protocol == "responses":
+        return ResponsesFrames()
+    return ChatFrames(index=index, tally=tally, flat=flat)
+
+
+def _chat_usage(found: re.Match[str], count: int) -> str:
+    total = int(found[2]) - int(found[1]) + count
+    return f'"completion_tokens":{count},"total_tokens":{total}'
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match: what a client's own names could imitate stands before it."""
+    found = None
+    for match in pattern.finditer(text):
+        found = match
+    return found

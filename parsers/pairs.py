@@ -1,0 +1,93 @@
+"""Matches the results of calls to their calls, where a history has lost or moved some.
+
+Knows items that make calls and items that answer one; what they look like is the readers' affair.
+The rule (issue 3, profile ``agent``): a result stands right behind the turn that called, in the
+order of the results; a call without one is answered by ``UNANSWERED``; a result without a call, or
+a second one, is shown to the model as a user's text that begins with ``ORPHAN``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+UNANSWERED = "[no result: this call was not answered]"
+ORPHAN = "[result of a call that is no longer in this conversation]"
+
+
+class Item(NamedTuple):
+    """What one item of a history has to do with calls.
+
+    Args:
+        calls: ids of the calls it makes.
+        answers: id of the call it answers; None for any other item.
+        joins: it belongs to the turn before it, whose results come behind it.
+    """
+
+    calls: tuple[str, ...] = ()
+    answers: str | None = None
+    joins: bool = False
+
+
+class Placed(NamedTuple):
+    """One item of the mended history.
+
+    Args:
+        kind: ``item``: as it is; ``missing``: a result to be made for ``call``; ``orphan``: a
+            result that answers nothing.
+        at: of the item; for ``missing``, of the item that made the call.
+        call: the id in question; empty for an ordinary item.
+    """
+
+    kind: Literal["item", "missing", "orphan"]
+    at: int
+    call: str = ""
+
+
+def pair(items: Sequence[Item]) -> list[Placed]:
+    """Put every result behind its call.
+
+    Args:
+        items: the history in order.
+
+    Returns:
+        The history to be rendered; each item occurs once.
+    """
+    claimed: set[int] = set()
+    out: list[Placed] = []
+    at = 0
+    while at < len(items):
+        if items[at].answers is not None:
+            if at not in claimed:
+                out.append(Placed("orphan", at, items[at].answers or ""))
+            at += 1
+            continue
+        turn = [at]
+        while items[at].calls and at + 1 < len(items) and items[at + 1].joins:
+            at += 1
+            turn.append(at)
+        at += 1
+        out += [Placed("item", index) for index in turn]
+        found: list[int] = []
+        missing: list[Placed] = []
+        for index in turn:
+            for call in items[index].calls:
+                answer = _answer(items, call, at, claimed)
+                if answer is None:
+                    missing.append(Placed("missing", index, call))
+                else:
+                    claimed.add(answer)
+                    found.append(answer)
+        out += [Placed("item", index, items[index].answers or "") for index in sorted(found)]
+        out += missing
+    return out
+
+
+def _answer(items: Sequence[Item], call: str, start: int, claimed: set[int]) -> int | None:
+    """Find the result of a call: the first after it, but not beyond a call of the same id."""
+    for index in range(start, len(items)):
+        if call in items[index].calls:
+            return None
+        if items[index].answers == call and index not in claimed:
+            return index
+    return None

@@ -1,0 +1,223 @@
+"""What every protocol's request comes down to, and the checks they share.
+
+Knows bodies and the served model; knows neither the codec nor tokens. The three readers
+(``chat``, ``messages``, ``responses``) check a body, make the changes their protocol's rules ask
+for, and return a ``Request``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parsers.body import Body, describe, fail, integer, is_number, kind, number, require
+from parsers.errors import ClientError
+from parsers.values import ReplyFormat, ServedModel, ToolChoice
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
+
+SAMPLING = {
+    "temperature": number(0, 2),
+    "top_p": ((lambda v: is_number(v) and 0 < v <= 1), "a number in (0, 1]"),
+}
+TOKEN_LIMIT = integer(1, 2**32 - 1)
+FLAG = kind(bool, "true or false")
+
+INPUT_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of a custom tool as a function: one free text."""
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a Responses request asks of a store, and what a store has to keep of it.
+
+    Args:
+        wanted: the client did not send ``store: false``.
+        background: the client wants to be answered before the reply is there.
+        previous: id of the response this one continues.
+        items: the input items after the history, as they were sent.
+        history: the items of the responses before, as they were stored.
+    """
+
+    wanted: bool
+    background: bool
+    previous: str | None
+    items: tuple[dict[str, Any], ...]
+    history: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A checked body.
+
+    Args:
+        body: what the codec is to read, in the protocol's own form.
+        model: the name the client used; replies carry it.
+        tools: the declared tools, in the form of Chat Completions.
+        tool_choice: which calls the reply may hold.
+        parallel_calls: whether it may hold more than one.
+        temperature: the client's value, None where it sent none.
+        top_p: likewise.
+        ignored: names of fields accepted without effect, sorted.
+        n: how many choices.
+        reply_format: the JSON the answer is to be, None for any text.
+        customs: names of tools that take free text instead of arguments.
+        effort: a numeric effort, 1-100; None for a named one.
+        prefill: the last message is the beginning of the reply.
+        searches: the request declares a tool search of the client (Responses).
+        summary: the reasoning is wanted as a summary too (Responses).
+        echo: fields of a Responses reply that repeat the request and the codec does not know.
+        stored: see ``Stored``; None in other protocols.
+    """
+
+    body: Body
+    model: str
+    tools: tuple[dict[str, Any], ...]
+    tool_choice: ToolChoice
+    parallel_calls: bool
+    temperature: float | None
+    top_p: float | None
+    ignored: tuple[str, ...]
+    n: int = 1
+    reply_format: ReplyFormat | None = None
+    customs: frozenset[str] = frozenset()
+    effort: int | None = None
+    prefill: bool = False
+    searches: bool = False
+    summary: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)
+    stored: Stored | None = None
+
+
+def check_model(body: Body, served: ServedModel) -> str:
+    """Return the requested model name.
+
+    Raises:
+        ClientError: it is missing, not a string, or not a name of the served model.
+    """
+    name = body.get("model")
+    names = ", ".join(served.names)
+    if not isinstance(name, str):
+        raise fail("model", f"one of {names}", name)
+    if name not in served.names:
+        raise ClientError(
+            f"model: expected one of {names}, got {describe(name)}",
+            code="model_not_found",
+            param="model",
+        )
+    return name
+
+
+def unheeded(body: Body, honoured: Iterable[str], neutral: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sorted names of fields that have no effect and ask for one.
+
+    Args:
+        body: the body without its nulls.
+        honoured: names that have an effect.
+        neutral: values that ask for nothing, by name.
+    """
+    known = frozenset(honoured)
+    return tuple(
+        sorted(
+            name
+            for name, value in body.items()
+            if name not in known and (name not in neutral or value != neutral[name])
+        )
+    )
+
+
+def function_tool(
+    name: Any, description: Any, parameters: Any, at: str, seen: set[str], **more: Any
+) -> dict[str, Any]:
+    """Check the parts of a function and return it as a tool of Chat Completions.
+
+    Args:
+        name: 1-128 characters of ``[a-zA-Z0-9_-]``, not in ``seen``.
+        description: a string or None.
+        parameters: a JSON Schema or None.
+        at: path of the object that holds them.
+        seen: names used before; the name is added.
+        more: further fields of the function.
+
+    Raises:
+        ClientError: one of them is not as said; ``param`` is its path.
+    """
+    require(
+        isinstance(name, str) and _TOOL_NAME.match(name) is not None,
+        f"{at}.name",
+        "1-128 of [a-zA-Z0-9_-]",
+        name,
+    )
+    assert isinstance(name, str)
+    if name in seen:
+        raise ClientError(
+            f"{at}.name: tool names must be unique, {name!r} is used before", param=f"{at}.name"
+        )
+    seen.add(name)
+    require(
+        description is None or isinstance(description, str),
+        f"{at}.description",
+        "a string",
+        description,
+    )
+    function = {"name": name, **more}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def custom_parameters(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the description and parameters of a custom tool as a function.
+
+    A grammar cannot be enforced here; it is told to the model in words.
+    """
+    description = tool.get("description")
+    text = description if isinstance(description, str) else ""
+    shape = tool.get("format")
+    definition: Any = None
+    if isinstance(shape, dict):
+        grammar = shape.get("grammar")  # Chat nests what Responses has flat
+        definition = (grammar if isinstance(grammar, dict) else shape).get("definition")
+    if isinstance(definition, str):
+        text = f"{text}\n\nThe input must match this grammar:\n{definition}".lstrip()
+    return text, dict(INPUT_SCHEMA)
+
+
+def check_effort(effort: Any, param: str, *, why: str = "") -> None:
+    """Raise unless an effort is one of the named tiers; ``why`` says more of numbers."""
+    if is_number(effort):
+        raise ClientError(
+            f"{param}: numeric effort is not supported {why or 'here'}; "
+            f"expected one of {', '.join(EFFORTS)}, got {describe(effort)}",
+            param=param,
+        )
+    require(effort in EFFORTS, param, f"one of {', '.join(EFFORTS)}", effort)
+
+
+def no_images(where: str, served: ServedModel) -> ClientError:
+    """Build the error for an image.
+
+    The codec would put a visible placeholder into a V4 prompt and fetch nothing on V4.1: the model
+    would answer as if it had seen the image. So issue 2 asks for a 400 that names the reason.
+    """
+    reason = (
+        "images cannot be passed to its vision tower"
+        if served.has_vision
+        else "it has no vision tower"
+    )
+    return ClientError(
+        f"{where}: model {served.name!r} cannot take images: {reason}",
+        code="image_not_supported",
+        param=where,
+    )

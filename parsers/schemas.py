@@ -1,0 +1,148 @@
+"""JSON Schema (Draft 2020-12) over values that a model wrote, with every cost bounded.
+
+Knows schemas and values; knows no tool. References are followed inside the document only. A check
+that would cost too much, or that needs what is not there, gives no verdict rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import orjson
+import regex
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import UnknownType, ValidationError, best_match
+from jsonschema.validators import extend
+from referencing.exceptions import Unresolvable
+
+from parsers.body import Body
+from parsers.errors import ClientError
+
+MAX_BYTES = 256 * 1024
+"""Most bytes of one schema."""
+MAX_DEPTH = 64
+"""Deepest nesting of one schema."""
+PATTERN_SECONDS = 0.05
+"""Most time for one match of a pattern."""
+MAX_REFERENCES = 2000
+"""References followed in one check: schemas can branch without end through them."""
+
+_LONGEST = 300  # characters of a message
+
+
+class _NoVerdictError(Exception):
+    """The check was given up."""
+
+
+_left: ContextVar[int] = ContextVar("references_left", default=0)
+
+
+def _counted(validator: Any, reference: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    left = _left.get() - 1
+    if left < 0:
+        raise _NoVerdictError
+    _left.set(left)
+    yield from Draft202012Validator.VALIDATORS["$ref"](validator, reference, instance, schema) or ()
+
+
+def _matches(pattern: str, text: str) -> bool:
+    try:
+        return regex.search(pattern, text, timeout=PATTERN_SECONDS) is not None
+    except (TimeoutError, regex.error) as error:
+        raise _NoVerdictError from error
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    if isinstance(instance, str) and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Body, instance: Any, schema: Any
+) -> Iterator[Any]:
+    if not isinstance(instance, dict):
+        return
+    for pattern, subschema in patterns.items():
+        for key, value in instance.items():
+            if _matches(pattern, key):
+                yield from validator.descend(value, subschema, path=key, schema_path=pattern)
+
+
+def _additional(validator: Any, allowed: Any, instance: Any, schema: Body) -> Iterator[Any]:
+    if not isinstance(instance, dict):
+        return
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for key, value in instance.items():
+        if key in named or any(_matches(pattern, key) for pattern in patterns):
+            continue
+        if allowed is False:
+            yield ValidationError(f"{key!r} is not a property that is allowed")
+        else:
+            yield from validator.descend(value, allowed, path=key)
+
+
+_Validator: Any = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator,
+    {
+        "$ref": _counted,
+        "$dynamicRef": _counted,
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": _additional,
+    },
+)
+
+
+def check_size(schema: Any, at: str) -> None:
+    """Raise unless a schema is within the bounds of this module.
+
+    Raises:
+        ClientError: it is too long or too deep; ``param`` is ``at``.
+    """
+    try:
+        size = len(orjson.dumps(schema))
+    except orjson.JSONEncodeError:
+        size = MAX_BYTES + 1  # deeper than it writes
+    if size > MAX_BYTES:
+        raise ClientError(f"{at}: expected at most {MAX_BYTES} bytes of schema", param=at)
+    level, depth = [schema], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ClientError(f"{at}: expected at most {MAX_DEPTH} levels of schema", param=at)
+        depth += 1
+        level = [
+            inner
+            for value in level
+            for inner in (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list)
+                else ()
+            )
+        ]
+
+
+def violation(schema: Any, value: Any) -> str | None:
+    """Say how a value breaks a schema.
+
+    Args:
+        schema: a JSON Schema, as the codec accepted it.
+        value: a JSON value.
+
+    Returns:
+        ``<path>: <what is wrong>``, shortened; None where nothing is wrong or no verdict was
+        reached within the bounds.
+    """
+    if not isinstance(schema, dict | bool):
+        return None
+    _left.set(MAX_REFERENCES)
+    try:
+        error = best_match(_Validator(schema).iter_errors(value))
+    except (_NoVerdictError, Unresolvable, UnknownType, RecursionError):
+        return None
+    if error is None:
+        return None
+    return f"{error.json_path}: {error.message}"[:_LONGEST]

@@ -1,0 +1,188 @@
+"""One reply on its way through the codec, whose objects are handed in by ``parsers.codec``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parsers.detokenize import Detokenizer, Vocabulary
+from parsers.dialects import MARK_TEXT, THINK_END_TEXT
+from parsers.edits import Edits
+from parsers.errors import CodecError
+from parsers.invoke import Finish
+
+TokenLogprob = tuple[float, Sequence[tuple[int, float]]]
+"""Natural-log probability of a token, and (id, logprob) of its rivals."""
+
+_CREATED = re.compile(r'"created":(\d+)')
+_CALL_ID = re.compile(r'(?<!\\)"(?:call_)?id":"(call_\d{2,}_(?:ET_)?[A-Za-z0-9]{24})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The codec's makers of inference chunks.
+
+    Args:
+        chunk: its class of chunks.
+        usage: its class of prompt usage.
+        finish: its finish reasons by our names.
+    """
+
+    chunk: Any
+    usage: Any
+    finish: Mapping[Finish, Any]
+
+
+class Wire:
+    """One reply on its way through the codec: a stream processor and, for a whole reply, its sum.
+
+    Args:
+        processor: the codec's stream processor, fresh.
+        chunks: makes what is pushed into it.
+        response: the codec's response class for the protocol.
+        vocabulary: of the model.
+        request_id: id of the reply.
+        model: name the reply carries.
+        whole: accumulate a body instead of giving out JSON.
+        edits: changes what the codec writes; None for nothing.
+        thinking: keep the reasoning, from the first token on.
+
+    Attributes:
+        call_ids: ids of the calls written so far; kept along with the reasoning.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        chunks: Chunks,
+        response: Any,
+        vocabulary: Vocabulary,
+        *,
+        request_id: str,
+        model: str,
+        whole: bool,
+        edits: Edits | None,
+        thinking: bool,
+    ) -> None:
+        self.call_ids: list[str] = []
+        self._edits = edits
+        self._keeps = thinking
+        self._thought: list[int] | None = [] if thinking else None
+        self._reasoning_ids: list[int] = []
+        self._processor = processor
+        self._chunks = chunks
+        self._vocabulary = vocabulary
+        self._response = response
+        self._id = request_id
+        self._model = model
+        self._whole = whole
+        self._sum: Any = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the codec has written its last chunk (a stop sequence ends a reply early)."""
+        return bool(self._processor.finished)
+
+    def ready(self, prompt_tokens: int, cached_tokens: int) -> list[str]:
+        """Open the reply; returns the JSON of its first chunk."""
+        usage = self._chunks.usage(
+            prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens
+        )
+        return self._push(self._chunks.chunk.ready(prompt_usage=usage))
+
+    def tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
+    ) -> list[str]:
+        """Push model tokens as they are; only real special tokens act as markers.
+
+        The codec keeps all of a push that ends in half a character, and drops it all should the
+        output end there. So the halves at the end are pushed one by one, after the rest.
+        """
+        if self._thought is not None:
+            self._keep(token_ids)
+        return self._tokens(token_ids, logprobs)
+
+    def _tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[str]:
+        end = len(token_ids)
+        while end and self._vocabulary.text_of(token_ids[end - 1]) is None:
+            end -= 1
+        if end in (0, len(token_ids)) and len(token_ids) - end < 2:
+            return self._push(self._chunks.chunk.tokens(token_ids, logprobs))
+        out = self._tokens(token_ids[:end], logprobs and logprobs[:end]) if end else []
+        for i in range(end, len(token_ids)):
+            if not self.finished:
+                out += self._tokens(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+        return out
+
+    def text(self, text: str, count: int = 0) -> list[str]:
+        """Push text, in which spelled markers act as markers; it counts as ``count`` tokens."""
+        out = self._push(self._chunks.chunk.text(text, count))
+        if self._keeps and not self._whole:
+            for chunk in out:
+                self.call_ids += (i for i in _CALL_ID.findall(chunk) if i not in self.call_ids)
+        return out
+
+    def finish(self, finish: Finish) -> list[str]:
+        """Push the finish reason and flush; returns the last chunks."""
+        out = self._push(self._chunks.chunk.finish(self._chunks.finish[finish]))
+        out += self._render(self._processor.finish())
+        if self._keeps and self._whole:
+            self.call_ids = list(dict.fromkeys(_CALL_ID.findall(str(self._sum.to_json()))))
+        return out
+
+    def abandon(self) -> None:
+        """Release the codec's state without the claim of success that ``finish`` makes."""
+        self._processor.close()
+
+    def body(self) -> str:
+        """Return the JSON of the whole reply."""
+        body = str(self._sum.to_json())
+        return body if self._edits is None else self._edits.body(body)
+
+    def reasoning(self) -> str:
+        """Return the reasoning as the codec delivers it: without newlines around it."""
+        kept = self._reasoning_ids if self._thought is None else self._thought
+        text = Detokenizer(self._vocabulary).text(kept)
+        return text.encode("utf-8", "replace").decode().strip("\n")
+
+    def _keep(self, token_ids: Sequence[int]) -> None:
+        """Keep ids of the reasoning up to its end, or to the call that ends it."""
+        assert self._thought is not None
+        ends = {self._vocabulary.special(text) for text in (THINK_END_TEXT, MARK_TEXT)}
+        if ends.isdisjoint(token_ids):
+            self._thought += token_ids
+            return
+        end = next(i for i, id_ in enumerate(token_ids) if id_ in ends)
+        self._reasoning_ids = [*self._thought, *token_ids[:end]]
+        if token_ids[end] == self._vocabulary.special(MARK_TEXT):
+            text = self._vocabulary.text_of(self._reasoning_ids[-1]) if self._reasoning_ids else ""
+            if text is not None and text.endswith("<"):
+                self._reasoning_ids.pop()
+        self._thought = None
+
+    def _push(self, chunk: Any) -> list[str]:
+        try:
+            chunks = self._processor.push(chunk)
+        except RuntimeError as error:
+            raise CodecError(f"the codec refused a {chunk.kind} chunk: {error}") from error
+        return self._render(chunks) if chunks else []
+
+    def _render(self, chunks: list[Any]) -> list[str]:
+        if not self._whole:
+            written = [chunk.to_json() for chunk in chunks]
+            if self._edits is not None:
+                written = [made for chunk in written for made in self._edits.chunk(chunk)]
+            return written
+        for chunk in chunks:
+            if self._sum is None:
+                # The codec stamps chunks with its own clock and takes the sum's from the caller:
+                # they have to agree. Usage is overwritten by the last chunk.
+                stamp = _CREATED.search(chunk.to_json())
+                created = int(stamp.group(1)) if stamp else 0
+                self._sum = self._response(self._id, self._model, created, 0, 0)
+            self._sum.accumulate(chunk)
+        return []
