@@ -16,7 +16,9 @@ What a server calls, in the order in which it needs it::
     codec.prompt_ids("messages", body)      # exact count_tokens: its length
     codec.tokenize(text)                    # a text's ids
     error_body(protocol, error, flat=codec.profile.error_body == "flat", request_id=...)
+    codec.open_completion(body, exchange_id=..., created=...)   # driven like an exchange
     parse_function_call(codec, text, tools)
+    separate_reasoning(text).reply(blocks=...)
 
 The reply's extension field ``bathyal`` (``Report.extension``) stands at the top of a Chat or
 Messages body, in the last Chat chunk, in the ``message_delta`` event, and in the ``response``
@@ -26,10 +28,17 @@ object of Responses.
 from __future__ import annotations
 
 from parsers.codec import Codec
+from parsers.completions import Completion
 from parsers.dsml import DsmlParser
 from parsers.errors import BootError, ClientError, CodecError, Protocol, ReplyError, error_body
 from parsers.exchange import Continuation, Exchange
-from parsers.native import ParsedCall, ParsedCalls, parse_function_call
+from parsers.native import (
+    ParsedCall,
+    ParsedCalls,
+    Separated,
+    parse_function_call,
+    separate_reasoning,
+)
 from parsers.policy import BARE, Action, Doubt, GatePolicy, Hold
 from parsers.reasoning import ReasoningCache, ReasoningStore
 from parsers.report import Repaired, Report, Withheld
@@ -46,6 +55,7 @@ __all__ = [
     "ClientError",
     "Codec",
     "CodecError",
+    "Completion",
     "Constraint",
     "Continuation",
     "Doubt",
@@ -63,10 +73,12 @@ __all__ = [
     "ReplyError",
     "Report",
     "Sampling",
+    "Separated",
     "ServedModel",
     "Stored",
     "ToolSet",
     "Withheld",
     "error_body",
     "parse_function_call",
+    "separate_reasoning",
 ]

@@ -36,6 +36,7 @@ from parsers.request import (
     unheeded,
 )
 from parsers.rules import Profile
+from parsers.schemas import check_size
 from parsers.values import ReplyFormat, ServedModel, ToolChoice
 
 FIELDS = {
@@ -222,6 +223,7 @@ def _reply_format(wanted: Any) -> ReplyFormat | None:
     schema = wanted.get("json_schema")
     if wanted.get("type") != "json_schema" or not isinstance(schema, dict):
         return None  # what is wrong with it, the codec tells
+    check_size(schema.get("schema"), "response_format.json_schema.schema")
     return ReplyFormat(schema.get("schema"), strict=schema.get("strict") is True)
 
 

@@ -16,6 +16,7 @@ import deepseek_recipe as recipe
 import orjson
 
 from parsers.body import parse_object
+from parsers.completions import Completion, open_completion
 from parsers.detokenize import Vocabulary
 from parsers.dialects import DIALECTS
 from parsers.edits import Edits
@@ -82,6 +83,8 @@ _REPLIES = {
     "responses": recipe.ResponsesResponse,
     "messages": recipe.MessagesResponse,
 }
+# A call of a turn that had no reasoning: the mark in its id excuses the turn (protocol.md 2.3).
+_EXCUSED = re.compile(r"call_.._ET_")
 _EFFORT_LINE = "Reasoning Effort: "
 _TIER = 75  # what the codec writes into that line for the effort "high"
 
@@ -239,6 +242,26 @@ class Codec:
             find_item=find_item,
         )
         return open_choices(self, protocol, request, exchange_id, reasoning)
+
+    def open_completion(self, body: bytes, *, exchange_id: str, created: int) -> Completion:
+        """Open a body of ``/v1/completions``: a prompt as text or token ids, nothing parsed.
+
+        Args:
+            body: the request body as received.
+            exchange_id: id of the reply.
+            created: seconds since 1970, for the reply.
+
+        Raises:
+            ClientError: the request cannot be served.
+        """
+        return open_completion(
+            body,
+            self.model,
+            self.vocabulary,
+            self.tokenize,
+            exchange_id=exchange_id,
+            created=created,
+        )
 
     def prompt_ids(self, protocol: Protocol, body: bytes) -> tuple[int, ...]:
         """Return the prompt of a request without opening it: for counting, exactly.
@@ -466,7 +489,19 @@ def _param(message: str, body: Mapping[str, Any]) -> str | None:
             if tool.get("function", tool).get("name") == schema.group(1):
                 inside = "function.parameters" if "function" in tool else "parameters"
                 return f"tools[{i}].{inside if 'input_schema' not in tool else 'input_schema'}"
+    if "must be passed back" in message:
+        return _without_reasoning(body)
     for words, param in _PARAM_BY_WORDS:
         if words in message:
             return param
     return None
+
+
+def _without_reasoning(body: Mapping[str, Any]) -> str:
+    """Name the first turn with calls whose reasoning is missing and not excused by an id."""
+    for i, message in enumerate(body.get("messages", ())):
+        calls = message.get("tool_calls") or ()
+        excused = any(_EXCUSED.match(call["id"]) for call in calls)
+        if calls and not excused and message.get("reasoning_content") is None:
+            return f"messages[{i}].reasoning_content"
+    return "input"

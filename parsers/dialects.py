@@ -15,6 +15,7 @@ MARK = "\ud800"
 THINK_END = "\ud801"
 
 MARK_TEXT = "｜DSML｜"
+THINK_BEGIN_TEXT = "<think>"
 THINK_END_TEXT = "</think>"
 # A marker that is shown as text: readable, and no marker of any version.
 MARK_QUOTED = "dsml:"

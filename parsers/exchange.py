@@ -123,6 +123,7 @@ class Exchange:
         self._report = Report() if pipeline is None else pipeline.report
         self._eos = frozenset(eos_token_ids)
         self._ended = False
+        self._failed = False
         self._over = False
         self._received = 0
         self._completion_tokens: int | None = None
@@ -241,7 +242,7 @@ class Exchange:
         """
         self._ended = True
         late, self._late = self._late, []
-        if self.error is not None:
+        if self._failed:
             return late
         if self._wire.finished:
             return late + self._frames.end() if self.stream else []
@@ -320,7 +321,7 @@ class Exchange:
         return self._frames.frames(chunks) + self._end_in(error)
 
     def _end_in(self, error: ClientError) -> list[bytes]:
-        self._ended = True
+        self._ended = self._failed = True
         self._wire.abandon()
         late, self._late = self._late, []
         return late + self._frames.error(error) if self.stream else []

@@ -20,6 +20,7 @@ _MESSAGES_USAGE = re.compile(r'(?<!\\)"output_tokens":\d+')
 _RESPONSES_USAGE = re.compile(
     r'(?<!\\)"output_tokens":(\d+),("output_tokens_details":\{[^{}]*\}),"total_tokens":(\d+)'
 )
+_CACHED = re.compile(r'(?<!\\)"input_tokens_details":\{"cached_tokens":\d+(?=\})')
 _SEQUENCE = re.compile(r'(?<!\\)"sequence_number":(\d+)')
 
 
@@ -177,6 +178,9 @@ class ResponsesFrames(_NamedFrames):
             total = int(found[3]) - int(found[1]) + count
             usage = f'"output_tokens":{count},{found[2]},"total_tokens":{total}'
             body = body[: found.start()] + usage + body[found.end() :]
+        if found := _last(_CACHED, body):
+            # The protocol has since gained a field that its types require.
+            body = f'{body[: found.end()]},"cache_write_tokens":0{body[found.end() :]}'
         if extension is None:
             return body
         return f'{{"bathyal":{orjson.dumps(extension).decode()},{body[1:]}'
@@ -185,12 +189,14 @@ class ResponsesFrames(_NamedFrames):
         """End the stream in ``response.failed``, or ``error`` where no response was begun."""
         inner = error_object("responses", error)["error"]
         if self._first is None:
+            del inner["type"]
             data = {"type": "error", **inner, "sequence_number": 0}
             return super().frames([orjson.dumps(data).decode()])
         number = _last(_SEQUENCE, self._latest)
         response = orjson.loads(self._first)["response"]
         response["status"] = "failed"
-        response["error"] = {"code": inner["code"], "message": inner["message"]}
+        # The protocol knows a closed list of codes; ours is told by the message.
+        response["error"] = {"code": "server_error", "message": inner["message"]}
         data = {
             "type": "response.failed",
             "response": response,

@@ -24,6 +24,7 @@ from parsers.request import (
     unheeded,
 )
 from parsers.rules import Profile
+from parsers.schemas import check_size
 from parsers.values import ReplyFormat, ServedModel, ToolChoice
 
 
@@ -174,14 +175,18 @@ def _read_system(body: Body, profile: Profile) -> None:
         for i, block in enumerate(system):
             text = block.get("text") if isinstance(block, dict) else None
             require(isinstance(text, str), f"system[{i}].text", "a text block", block)
-        if profile.strip_billing_line and system and system[0]["text"].startswith(BILLING_LINE):
-            body["system"] = system[1:]
+        if profile.strip_billing_line and system:
+            first = _without_billing(system[0]["text"])
+            body["system"] = [*([{**system[0], "text": first}] if first else []), *system[1:]]
     elif isinstance(system, str) and profile.strip_billing_line:
-        line, _, rest = system.partition("\n")
-        if line.startswith(BILLING_LINE):
-            body["system"] = rest.lstrip("\n")
+        body["system"] = _without_billing(system)
     if not body.get("system", True):
         del body["system"]
+
+
+def _without_billing(text: str) -> str:
+    line, _, rest = text.partition("\n")
+    return rest.lstrip("\n") if line.startswith(BILLING_LINE) else text
 
 
 def _read_output_config(body: Body) -> ReplyFormat | None:
@@ -197,6 +202,7 @@ def _read_output_config(body: Body) -> ReplyFormat | None:
     schema = shape.get("schema")
     require(isinstance(schema, dict), f"{at}.schema", "a JSON Schema object", schema)
     body["output_config"] = {name: value for name, value in config.items() if name != "format"}
+    check_size(schema, f"{at}.schema")
     return ReplyFormat(schema, strict=True)
 
 
@@ -221,9 +227,16 @@ def _read_tools(body: Body, profile: Profile, ignored: list[str]) -> tuple[dict[
         require(
             isinstance(schema, dict | bool), f"{at}.input_schema", "a JSON Schema object", schema
         )
-        strict = {"strict": True} if tool.get("strict") is True else {}
         tools.append(
-            function_tool(tool.get("name"), tool.get("description"), schema, at, seen, **strict)
+            function_tool(
+                tool.get("name"),
+                tool.get("description"),
+                schema,
+                at,
+                seen,
+                schema_name="input_schema",
+                strict=tool.get("strict") is True,
+            )
         )
         kept.append(tool)
     if "tools" in body:

@@ -1,4 +1,4 @@
-"""SGLang's native parsing endpoint: a whole model output as text, its calls out.
+"""SGLang's native parsing endpoints: a whole model output as text, its parts out.
 
 The same parser and gate as a reply's, over another sink. Here nothing is streamed and the caller
 sees every call, so undeclared ones are passed with index -1, as SGLang 0.5.23 does.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from parsers.dialects import THINK_END, mark_text, spell
+from parsers.dialects import THINK_BEGIN_TEXT, THINK_END, THINK_END_TEXT, mark_text, spell
 from parsers.dsml import DsmlParser
 from parsers.gate import ToolGate
 from parsers.policy import Action, Doubt, Hold
@@ -137,3 +137,42 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
 def _pieces(text: str) -> Iterator[str]:
     for at in range(0, len(text), _PIECE):
         yield text[at : at + _PIECE]
+
+
+@dataclass(frozen=True, slots=True)
+class Separated:
+    """What ``separate_reasoning`` found; the names are those of SGLang's reply.
+
+    Args:
+        reasoning_text: the reasoning, without its tags.
+        text: the rest, calls included.
+    """
+
+    reasoning_text: str
+    text: str
+
+    def reply(self, *, blocks: bool) -> dict[str, Any]:
+        """Return SGLang's reply; with ``blocks`` also both parts as lists, and in their order."""
+        out: dict[str, Any] = {"reasoning_text": self.reasoning_text, "text": self.text}
+        if blocks:
+            parts = [("reasoning", self.reasoning_text), ("text", self.text)]
+            out["reasoning_blocks"] = [self.reasoning_text] if self.reasoning_text else []
+            out["text_blocks"] = [self.text] if self.text else []
+            out["blocks"] = [{"type": kind, "text": text} for kind, text in parts if text]
+        return out
+
+
+def separate_reasoning(text: str) -> Separated:
+    """Split a model's output into reasoning and answer.
+
+    There is reasoning if the text begins with ``<think>`` or holds ``</think>``; without the
+    latter all of it is reasoning (SGLang 0.5.23, protocol.md 3.5).
+
+    Args:
+        text: the output; calls in it stay as they are.
+    """
+    opened = text.startswith(THINK_BEGIN_TEXT)
+    thought, end, rest = text.removeprefix(THINK_BEGIN_TEXT).partition(THINK_END_TEXT)
+    if not opened and not end:
+        return Separated("", text)
+    return Separated(thought, rest)

@@ -14,6 +14,7 @@ from typing import Any
 
 from parsers.body import Body, describe, fail, integer, is_number, kind, number, require
 from parsers.errors import ClientError
+from parsers.schemas import check_size
 from parsers.values import ReplyFormat, ServedModel, ToolChoice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
@@ -136,7 +137,14 @@ def unheeded(body: Body, honoured: Iterable[str], neutral: Mapping[str, Any]) ->
 
 
 def function_tool(
-    name: Any, description: Any, parameters: Any, at: str, seen: set[str], **more: Any
+    name: Any,
+    description: Any,
+    parameters: Any,
+    at: str,
+    seen: set[str],
+    *,
+    schema_name: str = "parameters",
+    strict: bool = False,
 ) -> dict[str, Any]:
     """Check the parts of a function and return it as a tool of Chat Completions.
 
@@ -146,7 +154,8 @@ def function_tool(
         parameters: a JSON Schema or None.
         at: path of the object that holds them.
         seen: names used before; the name is added.
-        more: further fields of the function.
+        schema_name: what the protocol calls the parameters.
+        strict: calls are held to the schema.
 
     Raises:
         ClientError: one of them is not as said; ``param`` is its path.
@@ -169,10 +178,13 @@ def function_tool(
         "a string",
         description,
     )
-    function = {"name": name, **more}
+    function: dict[str, Any] = {"name": name}
+    if strict:
+        function["strict"] = True
     if description is not None:
         function["description"] = description
     if parameters is not None:
+        check_size(parameters, f"{at}.{schema_name}")
         function["parameters"] = parameters
     return {"type": "function", "function": function}
 

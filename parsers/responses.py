@@ -29,6 +29,7 @@ from parsers.request import (
 )
 from parsers.responses_items import ItemReader
 from parsers.rules import Profile
+from parsers.schemas import check_size
 from parsers.values import ReplyFormat, ServedModel, ToolChoice
 
 _TEXT = kind(str, "a string")
@@ -204,6 +205,7 @@ def _reply_format(body: Body) -> ReplyFormat | None:
         return ReplyFormat()
     if shape.get("type") != "json_schema":
         return None
+    check_size(shape.get("schema"), "text.format.schema")
     return ReplyFormat(shape.get("schema"), strict=shape.get("strict") is True)
 
 
@@ -271,10 +273,14 @@ class _Tools:
             "a JSON Schema object",
             parameters,
         )
-        strict = {"strict": True} if tool.get("strict") is True else {}
         self.functions.append(
             function_tool(
-                tool.get("name"), tool.get("description"), parameters, at, self._seen, **strict
+                tool.get("name"),
+                tool.get("description"),
+                parameters,
+                at,
+                self._seen,
+                strict=tool.get("strict") is True,
             )
         )
         self.kept.append({key: value for key, value in tool.items() if value is not None})

@@ -87,8 +87,9 @@ class Profile:
     )
     strip_billing_line: bool = field(
         metadata=means(
-            "a leading system block `x-anthropic-billing-header: ...`, which changes from turn to"
-            " turn, is kept out of the prompt"
+            "a leading line `x-anthropic-billing-header: ...` of a Messages system text, which"
+            " changes from turn to turn, is kept out of the prompt, and nothing else (the codec"
+            " drops a whole block that begins so, but leaves the line in a plain string)"
         )
     )
     mark_tool_errors: bool = field(
