@@ -39,6 +39,18 @@ def parse_object(raw: bytes) -> Body:
     return value
 
 
+def written(value: Any, param: str) -> str:
+    """Return the JSON text of a part of a body.
+
+    Raises:
+        ClientError: it is nested deeper than can be written (less deep than can be read).
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        raise ClientError(f"{param}: nesting is too deep", param=param) from None
+
+
 def describe(value: Any) -> str:
     """Name a JSON value for an error message, short enough to be shown."""
     if value is None:

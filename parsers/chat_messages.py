@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from parsers.body import Body, fail, require
+from parsers.body import Body, fail, require, written
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
 from parsers.reasoning import ReasoningStore
@@ -136,8 +136,8 @@ def _read_calls(message: dict[str, Any], at: str, *, lenient: bool) -> dict[str,
         require(isinstance(function, dict), f"{where}.function", "an object", function)
         assert isinstance(function, dict)
         if lenient and isinstance(function.get("arguments"), dict):
-            written = orjson.dumps(function["arguments"]).decode()
-            function = {**function, "arguments": written}
+            text = written(function["arguments"], f"{where}.function.arguments")
+            function = {**function, "arguments": text}
             call = {**call, "function": function}
         for field in ("name", "arguments"):
             value = function.get(field)

@@ -441,6 +441,9 @@ class Codec:
             body = self._parse(protocol, request.body)
             names, echo = body.namespace_tool_map(self._options), body.echo()
             generator = generator.with_echo(echo).with_namespace_tool_map(names)
+        elif protocol == "messages" and request.prefill:
+            # The reply goes on with the answer: no block of thinking, not even an empty one.
+            generator = recipe.MessagesChunkGenerator(exchange_id, request.model, False)
         processor = recipe.StreamProcessor(generator, converted.parsing, self._tokenizer)
         return Wire(
             processor,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
-from parsers.body import Body, check_fields, drop_nulls, integer, kind, require
+from parsers.body import Body, check_fields, drop_nulls, integer, kind, require, written
 from parsers.edits import PATCH, SEARCH
 from parsers.errors import ClientError
 from parsers.reasoning import ReasoningStore
@@ -173,6 +173,7 @@ def _read_state(body: Body, stateful: bool, history: bytes | None) -> Stored:
     if isinstance(kept, dict):
         kept = [*kept["input"], *kept["output"]]
     require(bool(sent) or bool(kept), "input", "a string or a non-empty array of items", sent)
+    written(sent, "input")  # a store has to be able to write it
     for i, item in enumerate(sent):
         require(isinstance(item, dict), f"input[{i}]", "an object", item)
     return Stored(

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from parsers.body import require
+from parsers.body import require, written
 from parsers.edits import SEARCH
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
@@ -126,6 +126,8 @@ class ItemReader:
         require(role in ROLES, f"{at}.role", f"one of {', '.join(ROLES)}", role)
         if not isinstance(content, str):
             content = self._parts(content, f"{at}.content")
+        if role == "developer":  # issue 3: in all profiles; the codec makes it a user on V4
+            role = "system"
         return {"type": "message", "role": role, "content": content}
 
     def _parts(self, parts: Any, at: str) -> list[_Entry]:
@@ -175,14 +177,14 @@ class ItemReader:
             return None
         if item["type"] == "tool_search_call":
             arguments = item.get("arguments")
-            text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+            text = arguments if isinstance(arguments, str) else written(arguments, at)
             return {"type": "function_call", "call_id": id_, "name": SEARCH, "arguments": text}
         tools = item.get("tools")
         require(isinstance(tools, list), f"{at}.tools", "an array of tools", tools)
         assert isinstance(tools, list)
         self.found_tools += [tool for tool in tools if isinstance(tool, dict)]
         names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
-        text = orjson.dumps({"tools": names}).decode()
+        text = written({"tools": names}, at)
         return {"type": "function_call_output", "call_id": id_, "output": text}
 
     def _paired(self, items: list[_Entry]) -> list[_Entry]:

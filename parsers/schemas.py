@@ -101,12 +101,6 @@ def check_size(schema: Any, at: str) -> None:
     Raises:
         ClientError: it is too long or too deep; ``param`` is ``at``.
     """
-    try:
-        size = len(orjson.dumps(schema))
-    except orjson.JSONEncodeError:
-        size = MAX_BYTES + 1  # deeper than it writes
-    if size > MAX_BYTES:
-        raise ClientError(f"{at}: expected at most {MAX_BYTES} bytes of schema", param=at)
     level, depth = [schema], 0
     while level:
         if depth > MAX_DEPTH:
@@ -123,6 +117,8 @@ def check_size(schema: Any, at: str) -> None:
                 else ()
             )
         ]
+    if len(orjson.dumps(schema)) > MAX_BYTES:
+        raise ClientError(f"{at}: expected at most {MAX_BYTES} bytes of schema", param=at)
 
 
 def violation(schema: Any, value: Any) -> str | None:

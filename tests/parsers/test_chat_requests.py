@@ -156,8 +156,8 @@ def test_a_body_that_is_no_object_is_refused(codec: Codec, raw: bytes) -> None:
 @pytest.mark.parametrize(("levels", "words"), [(150, "recursion limit"), (400, "too deep")])
 def test_nesting_the_codec_refuses_is_a_client_error(codec: Codec, levels: int, words: str) -> None:
     """Between our decoder's bound and the codec's there is still a 400."""
-    deep = b'{"type": "object", "x": ' + b"[" * levels + b"]" * levels + b"}"
-    raw = request(tools=tool(parameters={"type": "object"})).replace(b'{"type":"object"}', deep)
+    deep = b'{"type":"enabled","x":' + b"[" * levels + b"]" * levels + b"}"
+    raw = request(thinking={"type": "enabled"}).replace(b'{"type":"enabled"}', deep)
 
     with pytest.raises(ClientError, match=words):
         codec.open_exchange("chat", raw, exchange_id="ID")
