@@ -1,28 +1,52 @@
 """What a request must pass before anything is computed for it.
 
-Today that is the size of its body, measured while it is read, so that a chunked body of unknown
-length is refused as soon as it has grown too large and not after it has filled the memory. The
-content type is not looked at: clients are known to send none, and the parser of each protocol says
-clearly what is wrong with a body that is no JSON.
+Its body is measured while it is read, so that a chunked body of unknown length is refused as soon
+as it has grown too large and not after it has filled the memory; and it has to arrive in time, so
+that a client that sends a byte a minute holds no place. The content type is not looked at: clients
+are known to send none, and the parser of each protocol says clearly what is wrong with a body that
+is no JSON. A content encoding is refused by name: a small compressed body can hold any amount.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from starlette.requests import Request
 
 from parsers import ClientError
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a request body of at most `limit` bytes.
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """Read a request body of at most `limit` bytes within `seconds`.
 
     Raises:
-        ClientError: status 413, the body is larger.
+        ClientError: status 413, the body is larger; 415, it is compressed; 408, it came too slowly.
         starlette.requests.ClientDisconnect: the client left while sending.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ClientError(
+            f"content-encoding: expected none, got {encoding[:60]!r}; send the body as it is",
+            status=415,
+            code="unsupported_content_encoding",
+            param=None,
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise ClientError(
+            f"the request body did not arrive within {seconds:g} s",
+            status=408,
+            code="request_body_timeout",
+            param=None,
+        ) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

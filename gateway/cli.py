@@ -1,4 +1,4 @@
-"""The command line: serve, doctor, render, parse, and the engine's own commands.
+"""The command line: serve, doctor, render, parse, replay, and the engine's own commands.
 
 Exit status: 0 fine, 1 found something, 2 misuse.
 """
@@ -21,10 +21,21 @@ from gateway.backends.embedded import EmbeddedBackend
 from gateway.backends.scripted import encoders
 from gateway.doctor import examine
 from gateway.launch import open_backend, serve
+from gateway.logs import to_stderr
+from gateway.recorder import ReplayError, replay
 from gateway.settings import Settings, SettingsError, flags
-from parsers import BootError, ClientError, Codec
+from gateway.store import StoreError
+from parsers import PROFILES, BootError, ClientError, Codec
 
-_REPORTED = (SettingsError, EngineError, BootError, ClientError, OSError)
+_REPORTED = (
+    SettingsError,
+    EngineError,
+    BootError,
+    ClientError,
+    ReplayError,
+    StoreError,
+    OSError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,14 +98,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parse.set_defaults(run=_parse)
 
-    for command in (doctor, render, parse):
+    again = commands.add_parser("replay", help="run a recorded exchange again")
+    again.add_argument("record", type=Path, metavar="RECORD.jsonl", help="written by --record")
+    again.set_defaults(run=_replay)
+
+    for command in (doctor, render, parse, again):
         command.add_argument("--model", metavar="DIR", help="folder of the checkpoint")
+    for command in (render, parse, again):
+        command.add_argument("--profile", metavar="NAME", help="official, sglang or agent")
     commands.add_parser("engine", help="commands of the engine: see bathyal engine --help")
     return parser
 
 
 def _serve(settings: Settings, _: argparse.Namespace) -> int:
     """Run the server. Every flag is also a variable: --max-body-bytes is BATHYAL_MAX_BODY_BYTES."""
+    to_stderr(settings.log)
     return serve(settings, open_backend(settings), partial(print, flush=True))
 
 
@@ -152,6 +170,19 @@ def _parse(settings: Settings, parsed: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def _replay(settings: Settings, parsed: argparse.Namespace) -> int:
+    """Feed recorded tokens to the parsers again; 1 if a reply comes out otherwise."""
+    codec = _codec(settings)
+    played = differing = 0
+    for found in replay(parsed.record, codec):
+        played += 1
+        if found is not None:
+            differing += 1
+            print(f"line {found.line}, {found.exchange_id}: {found.text}")
+    print(f"{played} exchanges, {differing} otherwise than recorded")
+    return 1 if differing else 0
+
+
 def _show(step: str, frames: list[bytes]) -> None:
     print(step)
     for frame in frames:
@@ -167,4 +198,5 @@ def _json_file(path: Path) -> object:
 
 def _codec(settings: Settings) -> Codec:
     """Load the codec of a checkpoint whose weights are not needed."""
-    return Codec.load(served_model(settings, EmbeddedBackend(settings.model)))
+    model = served_model(settings, EmbeddedBackend(settings.model))
+    return Codec.load(model, PROFILES[settings.profile])

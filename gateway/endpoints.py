@@ -1,4 +1,4 @@
-"""What each URL does. One handler serves every protocol: only its name differs.
+"""The endpoints that make tokens. One handler serves every protocol: only its name differs.
 
 Knows requests and replies; what a protocol's bytes mean is parsers' affair, how tokens are made is
 the backend's.
@@ -7,9 +7,11 @@ the backend's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-import time
-from datetime import UTC, datetime
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -18,207 +20,286 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway.admission import read_body
-from gateway.backends import Backend
-from gateway.errors import error_response, not_served, shutting_down
-from gateway.generation import THREAD_FROM_BYTES, in_thread, reply_frames, to_request
-from gateway.settings import Settings
+from gateway.background import Background, is_background, with_stream
+from gateway.call import Call
+from gateway.deadlines import Limits
+from gateway.errors import error_response, shutting_down
+from gateway.generation import Generations
+from gateway.recorder import LentReasoning, Tape
+from gateway.service import Service, nobody_listens
 from gateway.sse import EventStream, until_disconnect
-from parsers import ClientError, Codec, Exchange, ServedModel, parse_function_call
-from parsers.errors import Protocol
+from gateway.store import StoreError
+from gateway.threads import THREAD_FROM_BYTES, in_thread
+from parsers import ClientError, Exchange, Protocol, ReasoningStore
 
-#: SGLang's names of the parsers whose families we parse, spelled without separators.
-_PARSER_NAMES = frozenset({"deepseekv4", "deepseekv41"})
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One request that was accepted.
+
+    Args:
+        exchange: the first of its choices.
+        id: of the reply.
+        tape: where it is recorded.
+        lent: what the cache of reasoning lent to it, where it is recorded.
+    """
+
+    exchange: Exchange
+    id: str
+    tape: Tape | None
+    lent: LentReasoning | None
 
 
 class Endpoints:
-    """The handlers of one server.
+    """The handlers of generating routes.
 
     Args:
-        settings: limits and intervals.
-        backend: generates; started and stopped by the application's lifespan.
-        model: what is served, under which names.
+        service: what all handlers share.
     """
 
-    def __init__(self, settings: Settings, backend: Backend, model: ServedModel) -> None:
-        self.settings = settings
-        self.backend = backend
-        self.model = model
-        self.codec: Codec | None = None  # set by the lifespan once its check has passed
-        self._created = int(time.time())
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        settings = service.settings
+        self._generations = Generations(
+            service.backend,
+            service.model.eos_token_ids,
+            Limits(settings.first_token_seconds, settings.step_seconds, settings.request_seconds),
+            service.metrics,
+        )
+        self._background = Background(service)
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         return await self._generate("chat", request)
 
+    async def responses(self, request: Request) -> ASGIApp:
+        """POST /v1/responses."""
+        return await self._generate("responses", request)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        """POST /v1/messages."""
+        return await self._generate("messages", request)
+
     async def _generate(self, protocol: Protocol, request: Request) -> ASGIApp:
-        def refuse(failure: ClientError) -> Response:
-            return error_response(protocol, failure)
-
-        codec = self.codec
-        if codec is None:
-            return refuse(not_served())
-        exchange_id = str(uuid4())
+        call = Call.of(request.scope)
         try:
-            body = await read_body(request, self.settings.max_body_bytes)
-            if len(body) < THREAD_FROM_BYTES:
-                exchange = codec.open_exchange(protocol, body, exchange_id=exchange_id)
-            else:
-                exchange = await in_thread(
-                    codec.open_exchange, protocol, body, exchange_id=exchange_id
-                )
+            opened = await self._open(protocol, request, call)
         except ClientError as error:
-            return refuse(error)
+            return self._service.refuse(request, error)
         except ClientDisconnect:
-            return _nobody_listens()
-
-        generation = to_request(
-            exchange,
-            request_id=exchange_id,
-            stop_token_ids=self.model.eos_token_ids,
-            script=request.headers.get("x-bathyal-script"),
-        )
-        frames = reply_frames(self.backend, exchange, generation)
+            return nobody_listens()
+        exchange = opened.exchange
+        call.notes.update(model=exchange.model, stream=exchange.stream)
+        self._service.metrics.take_ignored(exchange.ignored)
         headers = _notes(exchange)
+        frames = self._frames(request, call, opened)
+        if exchange.stored is not None and exchange.stored.background:
+            try:
+                first = await self._background.begin(call, exchange, opened.id, frames)
+            except ClientError as error:
+                return self._service.refuse(request, error)
+            return Response(first, media_type="application/json", headers=headers)
         if exchange.stream:
-            return EventStream(
-                frames,
-                fail=exchange.fail,
-                refuse=refuse,
-                keep_alive_seconds=self.settings.keep_alive_seconds,
-                headers=headers,
-            )
+            return self._stream(call, exchange, frames, headers)
+        return await self._whole(request, call, opened, frames, headers)
 
+    async def _open(self, protocol: Protocol, request: Request, call: Call) -> _Opened:
+        """Read a request and open its exchange.
+
+        Raises:
+            ClientError: it cannot be served.
+            ClientDisconnect: the client left while sending.
+        """
+        service = self._service
+        codec = service.codec
+        body = await service.body(request)
+        exchange_id = str(uuid4())
+        reasoning: ReasoningStore = service.reasoning
+        lent, tape = None, None
+        if service.recorder is not None:
+            reasoning = lent = LentReasoning(service.reasoning)
+            tape = Tape(protocol, exchange_id, service.profile.name, body)
+        if protocol == "responses":
+            exchange_id = f"resp_{exchange_id.replace('-', '')}"
+            exchange = await in_thread(self._open_stored, body, exchange_id, reasoning, call, tape)
+        elif len(body) < THREAD_FROM_BYTES:
+            exchange = codec.open_exchange(
+                protocol, body, exchange_id=exchange_id, reasoning=reasoning
+            )
+        else:
+            exchange = await in_thread(
+                codec.open_exchange, protocol, body, exchange_id=exchange_id, reasoning=reasoning
+            )
+        return _Opened(exchange, exchange_id, tape, lent)
+
+    def _open_stored(
+        self,
+        body: bytes,
+        exchange_id: str,
+        reasoning: ReasoningStore,
+        call: Call,
+        tape: Tape | None,
+    ) -> Exchange:
+        """Open a Responses exchange with what the store holds for it; in a thread."""
+        store = self._service.store
+        if store is None:
+            return self._service.codec.open_exchange(
+                "responses", body, exchange_id=exchange_id, reasoning=reasoning
+            )
+        history = None
+        if previous := _previous_id(body):
+            history = store.get(previous, call.key)
+        if is_background(body):
+            body = with_stream(body)  # nobody reads it, but it tells how the response stands
+        if tape is not None:
+            tape.exchange_id, tape.body, tape.history = exchange_id, body, history
+        return self._service.codec.open_exchange(
+            "responses",
+            body,
+            exchange_id=exchange_id,
+            reasoning=reasoning,
+            stateful=True,
+            history=history,
+            find_item=lambda item_id: store.find_item(item_id, call.key),
+        )
+
+    def _frames(
+        self, request: Request, call: Call, opened: _Opened
+    ) -> AsyncGenerator[list[bytes], None]:
+        scripts = request.headers.get("x-bathyal-script", "")
+
+        async def settle() -> None:
+            if opened.exchange.stream:
+                await self._keep(call, opened)
+
+        frames = self._generations.frames(
+            opened.exchange,
+            call,
+            request_id=opened.id,
+            scripts=[name.strip() for name in scripts.split(",")] if scripts else (),
+            tape=opened.tape,
+            settle=settle if opened.exchange.stored is not None else None,
+        )
+        return frames if opened.tape is None else self._taped(frames, opened, opened.tape)
+
+    def _stream(
+        self,
+        call: Call,
+        exchange: Exchange,
+        frames: AsyncGenerator[list[bytes], None],
+        headers: dict[str, str],
+    ) -> ASGIApp:
+        settings = self._service.settings
+
+        def refuse(failure: ClientError) -> Response:
+            return error_response(call, failure)
+
+        return EventStream(
+            frames,
+            fail=lambda failure: exchange.fail(failure.message),
+            refuse=refuse,
+            keep_alive_seconds=settings.keep_alive_seconds,
+            stall_seconds=settings.stall_seconds,
+            on_end=lambda how: self._ended(call, how),
+            headers=headers,
+        )
+
+    async def _whole(
+        self,
+        request: Request,
+        call: Call,
+        opened: _Opened,
+        frames: AsyncGenerator[list[bytes], None],
+        headers: dict[str, str],
+    ) -> Response:
         async def whole() -> Response:
             try:
-                async for _ in frames:
-                    pass
-                body = exchange.body()
+                async with aclosing(frames):
+                    async for _ in frames:
+                        pass
+                body = opened.exchange.body()
+                if opened.tape is not None:
+                    opened.tape.reply.append(body)
+                    await self._record(opened, opened.tape, None)
+                await self._keep(call, opened)
             except ClientError as failure:
-                return refuse(failure)
+                self._ended(call, failure.code)
+                return error_response(call, failure)
             return Response(body, media_type="application/json", headers=headers)
 
         try:
-            return await until_disconnect(request.receive, whole()) or _nobody_listens()
+            reply = await until_disconnect(request.receive, whole())
         except asyncio.CancelledError:  # as for a stream: the server ends before the reply does
-            return refuse(shutting_down())
+            failure = shutting_down()
+            self._ended(call, failure.code)
+            return error_response(call, failure)
+        if reply is None:
+            self._ended(call, "client_left")
+            return nobody_listens()
+        return reply
 
-    async def parse_function_call(self, request: Request) -> Response:
-        """POST /parse_function_call, in SGLang's shape: raw model output in, text and calls out."""
-        codec = self.codec
-        if codec is None:
-            return error_response("chat", not_served())
+    def _ended(self, call: Call, how: str) -> None:
+        call.outcome = how
+        self._service.metrics.aborted.labels(how).inc()
+
+    async def _keep(self, call: Call, opened: _Opened) -> None:
+        """Put a response that ended well into the store; a full disk costs nobody his reply."""
+        stored, store = opened.exchange.stored, self._service.store
+        if stored is None or store is None or opened.exchange.error is not None:
+            return
+        if not (stored.wanted or stored.background):
+            return
         try:
-            body = await read_body(request, self.settings.max_body_bytes)
-            if len(body) < THREAD_FROM_BYTES:
-                reply = _parsed(codec, body)
-            else:
-                reply = await in_thread(_parsed, codec, body)
+            record = await in_thread(opened.exchange.record)
+            await in_thread(store.put, opened.id, call.key, record)
+        except StoreError:
+            logger.exception("a response is not kept")
+
+    async def _taped(
+        self, frames: AsyncGenerator[list[bytes], None], opened: _Opened, tape: Tape
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Record what a stream sends, and write it down when it is over, however it ends."""
+        failure: str | None = "left"
+        try:
+            async with aclosing(frames):
+                async for step in frames:
+                    tape.reply += step
+                    yield step
+            failure = None
         except ClientError as error:
-            return error_response("chat", error)
-        except ClientDisconnect:
-            return _nobody_listens()
-        return Response(reply, media_type="application/json")
+            failure = error.code
+            raise
+        finally:
+            if opened.exchange.stream or failure is not None:
+                await self._record(opened, tape, failure)
 
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models, with the fields that the OpenAI and the Anthropic SDK read."""
-        names = self.model.names
-        return _json(
-            {
-                "object": "list",
-                "data": [self._model(name) for name in names],
-                "has_more": False,
-                "first_id": names[0],
-                "last_id": names[-1],
-            }
-        )
-
-    async def model_by_id(self, request: Request) -> Response:
-        """GET /v1/models/{id}."""
-        name = request.path_params["model_id"]
-        if name not in self.model.names:
-            return error_response(
-                "chat",
-                ClientError(
-                    f"there is no model {name!r} here; this server has {self.model.name!r}",
-                    status=404,
-                    code="model_not_found",
-                    param="model",
-                ),
-            )
-        return _json(self._model(name))
-
-    def _model(self, name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "bathyal",
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": self.model.max_model_len,
-            "max_tokens": self.model.max_model_len,
-        }
-
-    async def health(self, request: Request) -> Response:
-        """GET /health and /healthz: this process answers."""
-        return _json({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        """GET /readyz: 200 while requests can be served, 503 otherwise."""
-        if self.codec is None:
-            return _json({"status": "not started"}, status=503)
-        if not self.backend.stats().alive:
-            return _json({"status": "the backend has ended"}, status=503)
-        return _json({"status": "ready", "model": self.model.name})
-
-    async def root(self, request: Request) -> Response:
-        """GET and HEAD /: some clients look here first; tells a person where to go."""
-        return _json({"server": "bathyal", "models": "/v1/models", "chat": "/v1/chat/completions"})
+    async def _record(self, opened: _Opened, tape: Tape, failure: str | None) -> None:
+        recorder = self._service.recorder
+        assert recorder is not None
+        if opened.lent is not None:
+            tape.reasoning = opened.lent.lent
+        try:
+            await in_thread(recorder.write, tape.line(failure))
+        except OSError:
+            logger.exception("an exchange is not recorded")
 
 
-def _parsed(codec: Codec, body: bytes) -> bytes:
-    """Answer /parse_function_call; the fields of the result are the names of SGLang's reply."""
-    text, tools = _parse_request(body)
-    return orjson.dumps(parse_function_call(codec, text, tools))
+def _previous_id(body: bytes) -> str | None:
+    """Look for the response that a body continues; what is wrong with it the parsers say."""
+    if b'"previous_response_id"' not in body:
+        return None
+    found = _field(body, "previous_response_id")
+    return found if isinstance(found, str) else None
 
 
-def _parse_request(body: bytes) -> tuple[str, list[Any]]:
-    """Read the body of /parse_function_call: `text`, `tools` (may be absent), `tool_call_parser`."""
-
-    def wrong(message: str, param: str | None) -> ClientError:
-        return ClientError(message, status=400, code="invalid_request_error", param=param)
-
+def _field(body: bytes, name: str) -> Any:
     try:
         fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise wrong(f"the body is not JSON: {error}", None) from None
-    if not isinstance(fields, dict):
-        raise wrong(f"the body must be a JSON object, got {type(fields).__name__}", None)
-    text = fields.get("text")
-    if not isinstance(text, str):
-        raise wrong(f"text: expected a string, got {type(text).__name__}", "text")
-    tools = [] if fields.get("tools") is None else fields["tools"]
-    if not isinstance(tools, list):
-        raise wrong(f"tools: expected a list of tools, got {type(tools).__name__}", "tools")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise wrong(
-                f"tools[{i}].function: expected an object with a name", f"tools[{i}].function"
-            )
-    family = fields.get("tool_call_parser")
-    if family is not None and (
-        not isinstance(family, str) or re.sub(r"[-_.]", "", family.lower()) not in _PARSER_NAMES
-    ):
-        raise wrong(
-            f"tool_call_parser: this server parses {', '.join(sorted(_PARSER_NAMES))}, got {family!r}",
-            "tool_call_parser",
-        )
-    return text, tools
+    except orjson.JSONDecodeError:
+        return None
+    return fields.get(name) if isinstance(fields, dict) else None
 
 
 def _notes(exchange: Exchange) -> dict[str, str]:
@@ -227,11 +308,3 @@ def _notes(exchange: Exchange) -> dict[str, str]:
         name for name in exchange.ignored if re.fullmatch(r"[\w.\-\[\]]{1,64}", name, re.ASCII)
     ]
     return {"x-bathyal-ignored": ", ".join(names)} if names else {}
-
-
-def _nobody_listens() -> Response:
-    return Response(status_code=499)  # reaches no client; the status is for the access log
-
-
-def _json(content: object, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")

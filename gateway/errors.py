@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from parsers import ClientError, error_body
-from parsers.errors import Protocol
+from gateway.call import Call
+from parsers import ClientError, Protocol, error_body
 
 
 class ServerError(ClientError):
@@ -25,6 +25,21 @@ class ServerError(ClientError):
         super().__init__(message, status=status, code=code)
 
 
+class RetryLaterError(ClientError):
+    """A request that may be sent again as it is, only not now (429, 503).
+
+    Args:
+        message: which limit was met, and what it is.
+        status: HTTP status.
+        code: machine-readable reason.
+        seconds: when it makes sense to come again; told in `retry-after`.
+    """
+
+    def __init__(self, message: str, *, status: int, code: str, seconds: int) -> None:
+        super().__init__(message, status=status, code=code)
+        self.seconds = seconds
+
+
 def not_served() -> ServerError:
     """What a client hears while the model is not loaded, or no more."""
     return ServerError("the model is not being served", status=503, code="backend_unavailable")
@@ -35,8 +50,25 @@ def shutting_down() -> ServerError:
     return ServerError("the server is shutting down", status=503, code="shutting_down")
 
 
-def error_response(protocol: Protocol, error: ClientError) -> Response:
-    """Build the whole HTTP reply for a failure, in the caller's error shape."""
+def protocol_of(path: str) -> Protocol:
+    """Say whose error shape a path's callers read; unknown paths are answered in Chat's."""
+    parts = path.split("/")
+    if "anthropic" in parts or "messages" in parts:
+        return "messages"
+    return "responses" if "responses" in parts else "chat"
+
+
+def error_response(call: Call, error: ClientError) -> Response:
+    """Build the whole HTTP reply for a failure, in the caller's error shape; note it on the call."""
+    call.outcome = error.code
+    headers = {}
+    if isinstance(error, RetryLaterError):
+        headers["retry-after"] = str(error.seconds)
+    elif error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(
-        error_body(protocol, error), status_code=error.status, media_type="application/json"
+        error_body(call.protocol, error, flat=call.flat_errors, request_id=call.id),
+        status_code=error.status,
+        headers=headers,
+        media_type="application/json",
     )

@@ -1,4 +1,4 @@
-"""One generation: token deltas of a backend in, frames of an exchange out.
+"""Generations: token deltas of a backend in, frames of an exchange out.
 
 The only place where a backend's end, fault or silence about its end becomes a decision. A backend
 that stops without a finish reason has failed: a reply cut off must never look like one that ended.
@@ -7,9 +7,10 @@ that stops without a finish reason has failed: a reply cut off must never look l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Literal, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Literal
 
 from engine.api import (
     EngineDeadError,
@@ -21,97 +22,240 @@ from engine.api import (
     TokenDelta,
 )
 from gateway.backends import Backend
+from gateway.call import Call
+from gateway.deadlines import Deadline, Limits
 from gateway.errors import ServerError
+from gateway.metrics import Metrics
+from gateway.recorder import Tape
+from gateway.threads import THREAD_FROM_TOKENS, in_thread
 from parsers import ClientError, Exchange
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-#: Bodies and outputs from these sizes on are worked on in a thread: the codec encodes about 1.2 us a
-#: token and re-tokenizes the reasoning at the end, and nothing may hold the event loop for 5 ms.
-THREAD_FROM_BYTES = 8 * 1024
-THREAD_FROM_TOKENS = 2048
+class Generations:
+    """Drives generations and counts what they do.
 
-
-async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a worker thread; when cancelled, first wait until the thread has let go.
-
-    An exchange is not safe to share, so nobody may touch it while an abandoned thread still does.
+    Args:
+        backend: where the tokens come from.
+        stop_token_ids: ids that end one.
+        limits: how long one may take.
+        metrics: what is counted.
     """
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
+    def __init__(
+        self,
+        backend: Backend,
+        stop_token_ids: tuple[int, ...],
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._backend = backend
+        self._stop_token_ids = stop_token_ids
+        self._limits = limits
+        self._metrics = metrics
 
-def to_request(
-    exchange: Exchange, *, request_id: str, stop_token_ids: tuple[int, ...], script: str | None
-) -> GenerateRequest:
-    """Build what the backend is asked for on behalf of an exchange."""
-    sampling = exchange.sampling
-    return GenerateRequest(
-        id=request_id,
-        prompt_ids=exchange.prompt_ids,
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            top_logprobs=sampling.top_logprobs,
-            stop_token_ids=stop_token_ids,
-        ),
-        script=script,
-    )
+    def frames(
+        self,
+        exchange: Exchange,
+        call: Call,
+        *,
+        request_id: str,
+        scripts: Sequence[str] = (),
+        tape: Tape | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Generate, and yield the frames of each step (none, for an exchange without a stream).
 
+        Several choices are several generations at once, over one prompt; the frames come in the
+        order in which they are made.
 
-async def reply_frames(
-    backend: Backend, exchange: Exchange, request: GenerateRequest
-) -> AsyncGenerator[list[bytes], None]:
-    """Generate, and yield the frames of each step (none, for an exchange that does not stream).
+        Args:
+            exchange: just opened; the first of its choices.
+            call: takes the counts of tokens and the time of the first.
+            request_id: unique among the live requests.
+            scripts: for the scripted backend: the line of the first generation, and that of the
+                second where a forced call needs one.
+            tape: takes the steps where the exchange is recorded.
+            settle: awaited between the end of the (only) choice and its last frames: what a client
+                may rely on once it has seen them.
 
-    Raises:
-        ClientError: the backend refuses this request, before its first token.
-        ServerError: the backend failed, or ended without saying why.
-    """
-    started = False
-    completion_tokens = 0
-    try:
-        async with aclosing(backend.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    raise _backend_error(delta.error or "the backend gave up without a reason")
+        Raises:
+            ClientError: the backend refuses this request, before its first token.
+            ServerError: the backend failed, took too long, or ended without saying why.
+        """
+        pace = _Pace(self._metrics, call)
+        choices = [
+            self._choice(choice, request_id, index, pace, scripts, tape, settle)
+            for index, choice in enumerate(exchange.choices)
+        ]
+        return choices[0] if len(choices) == 1 else _together(choices)
+
+    async def _choice(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        index: int,
+        pace: _Pace,
+        scripts: Sequence[str],
+        tape: Tape | None,
+        settle: Callable[[], Awaitable[None]] | None,
+    ) -> AsyncGenerator[list[bytes], None]:
+        request = self._request(exchange, request_id, index, scripts)
+        deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
+        begun, cached, last, completion_tokens = False, 0, 0.0, 0
+        try:
+            while True:
+                finish: Literal["stop", "length"] | None = None
                 frames: list[bytes] = []
-                if not started:
-                    started = True
-                    cached = 0 if delta.usage is None else delta.usage.cached_tokens
-                    frames += exchange.start(len(request.prompt_ids), cached)
-                if delta.token_ids:
-                    completion_tokens += len(delta.token_ids)
-                    frames += exchange.receive(delta.token_ids, _logprobs(delta))
-                # finished without a reason of the backend's: a stop string of the client's was met
-                if delta.finish_reason is not None or exchange.finished:
-                    finish: Literal["stop", "length"]
-                    finish = "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
-                    if completion_tokens < THREAD_FROM_TOKENS:
-                        frames += exchange.close(finish, completion_tokens)
-                    else:
-                        frames += await in_thread(exchange.close, finish, completion_tokens)
-                    yield frames
-                    return
+                async with aclosing(self._backend.generate(request)) as deltas:
+                    deadline.wait()
+                    async for delta in deltas:
+                        now = deadline.step()
+                        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                            why = delta.error or "the backend gave up without a reason"
+                            raise _backend_error(why)
+                        frames = []
+                        if not begun:
+                            begun = True
+                            cached = 0 if delta.usage is None else delta.usage.cached_tokens
+                            frames += exchange.start(len(request.prompt_ids), cached)
+                            pace.begin(index, now, len(request.prompt_ids), cached)
+                        if delta.token_ids:
+                            if completion_tokens:
+                                self._metrics.gaps.add(now - last)
+                            last = now
+                            completion_tokens += len(delta.token_ids)
+                            if tape is not None:
+                                tape.step(index, delta.token_ids)
+                            frames += exchange.receive(delta.token_ids, _logprobs(delta))
+                        # finished without a reason of the backend's: a stop string, a last call
+                        if delta.finish_reason is not None or exchange.finished:
+                            length = delta.finish_reason is FinishReason.LENGTH
+                            finish = "length" if length else "stop"
+                            break
+                        yield frames
+                        deadline.wait()
+                if finish is None:
+                    raise deadline.expired or _backend_error(
+                        "the backend ended without a finish reason"
+                    )
+                self._backend.abort(request.id)  # harmless after a normal end
+                more = None if finish == "length" else exchange.continuation()
+                if more is None:
+                    break
                 yield frames
-    except PromptTooLongError as error:
-        raise ClientError(
-            str(error), status=400, code="context_length_exceeded", param=None
-        ) from error
-    except EngineDeadError as error:
-        raise ServerError(str(error), status=503, code="backend_unavailable") from error
-    except EngineError as error:
-        raise ClientError(str(error), status=400, code="unsupported_request", param=None) from error
+                if tape is not None:
+                    tape.again(index)
+                request = replace(
+                    request,
+                    id=f"{request.id}-call",
+                    prompt_ids=more.prompt_ids,
+                    sampling=replace(request.sampling, max_tokens=more.max_tokens),
+                    script=scripts[1] if len(scripts) > 1 else request.script,
+                )
+            if completion_tokens < THREAD_FROM_TOKENS:
+                frames += exchange.close(finish, completion_tokens)
+            else:
+                frames += await in_thread(exchange.close, finish, completion_tokens)
+            pace.finish(finish)
+            if tape is not None:
+                tape.end(index, finish, completion_tokens, cached)
+            if settle is not None:
+                await settle()
+            yield frames
+        except PromptTooLongError as error:
+            raise ClientError(
+                str(error), status=400, code="context_length_exceeded", param=None
+            ) from error
+        except EngineDeadError as error:
+            raise ServerError(str(error), status=503, code="backend_unavailable") from error
+        except EngineError as error:
+            raise ClientError(
+                str(error), status=400, code="unsupported_request", param=None
+            ) from error
+        finally:
+            deadline.close()
+            self._backend.abort(request.id)
+            pace.end(completion_tokens)
+            self._metrics.take_report(exchange.report)
+
+    def _request(
+        self, exchange: Exchange, request_id: str, index: int, scripts: Sequence[str]
+    ) -> GenerateRequest:
+        """Build what the backend is asked for on behalf of one choice."""
+        sampling = exchange.sampling
+        seed = sampling.seed
+        return GenerateRequest(
+            id=f"{request_id}-{index}" if index else request_id,
+            prompt_ids=exchange.prompt_ids,
+            sampling=SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                # choices with one seed would all be the same
+                seed=None if seed is None else seed ^ index,
+                top_logprobs=sampling.top_logprobs,
+                stop_token_ids=self._stop_token_ids,
+            ),
+            script=scripts[0] if scripts else None,
+        )
+
+
+class _Pace:
+    """The counts of a reply's tokens, for the counters and the call's log line."""
+
+    def __init__(self, metrics: Metrics, call: Call) -> None:
+        self._metrics = metrics
+        self._call = call
+        self._accepted = asyncio.get_running_loop().time()
+
+    def begin(self, index: int, now: float, prompt_tokens: int, cached_tokens: int) -> None:
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+        self._metrics.cached_tokens.inc(cached_tokens)
+        if not index:
+            self._metrics.first_token.observe(now - self._accepted)
+            self._call.notes["prompt_tokens"] = prompt_tokens
+            self._call.notes["ttft_ms"] = round((now - self._accepted) * 1000, 1)
+
+    def finish(self, finish: str) -> None:
+        self._call.notes["finish"] = finish
+
+    def end(self, tokens: int) -> None:
+        self._metrics.completion_tokens.inc(tokens)
+        before = self._call.notes.get("completion_tokens", 0)
+        self._call.notes["completion_tokens"] = before + tokens
+
+
+async def _together(
+    choices: Sequence[AsyncGenerator[list[bytes], None]],
+) -> AsyncGenerator[list[bytes], None]:
+    """Run generations at once and yield what each yields; the first failure ends all."""
+    ready: asyncio.Queue[list[bytes] | Exception | None] = asyncio.Queue(maxsize=len(choices))
+
+    async def pump(choice: AsyncGenerator[list[bytes], None]) -> None:
+        try:
+            async with aclosing(choice):
+                async for frames in choice:
+                    await ready.put(frames)
+        except Exception as error:  # told to whoever reads the queue
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        left = len(tasks)
+        while left:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
     finally:
-        backend.abort(request.id)  # harmless after a normal end
-    raise _backend_error("the backend ended without a finish reason")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _logprobs(delta: TokenDelta) -> list[tuple[float, Sequence[tuple[int, float]]]] | None:

@@ -127,7 +127,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",  # entered by _serve
-                log_level="warning",
+                log_config=None,  # whoever calls decides: see gateway.logs
                 access_log=False,
                 timeout_graceful_shutdown=settings.drain_seconds,
             )

@@ -8,6 +8,7 @@ variable that no setting reads, because a misspelt limit is a limit that is not 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, Literal, cast, get_args
 from engine import TINY_CHECKPOINT
 
 Device = Literal["auto", "cpu", "cuda"]
+ProfileName = Literal["official", "sglang", "agent"]
+LogLevel = Literal["error", "warning", "info"]
 
 #: Prefix of every environment variable that the gateway reads.
 ENV_PREFIX = "BATHYAL_"
@@ -69,6 +72,44 @@ def _device(text: str) -> Device:
     return cast(Device, text)
 
 
+def _file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError
+    return path
+
+
+def _profile(text: str) -> ProfileName:
+    if text not in get_args(ProfileName):
+        raise ValueError
+    return cast(ProfileName, text)
+
+
+def _store(text: str) -> str:
+    if text in ("off", "memory"):
+        return text
+    return str(_new_file(text))
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not text or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError
+    return path
+
+
+def _log_level(text: str) -> LogLevel:
+    if text not in get_args(LogLevel):
+        raise ValueError
+    return cast(LogLevel, text)
+
+
+def _key(text: str) -> str:
+    if not re.fullmatch(r"[!-~]{8,256}", text):
+        raise ValueError
+    return text
+
+
 def _folder(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_dir():
@@ -83,10 +124,16 @@ class _Rule:
     parse: Callable[[str], Any]
     expected: str
     about: str
+    secret: bool = False  # never on a command line, which every user of the machine can read
 
 
-def _rule(parse: Callable[[str], Any], expected: str, about: str) -> dict[str, _Rule]:
-    return {"rule": _Rule(parse, expected, about)}
+_SECONDS = "a number of seconds above 0"
+
+
+def _rule(
+    parse: Callable[[str], Any], expected: str, about: str, *, secret: bool = False
+) -> dict[str, _Rule]:
+    return {"rule": _Rule(parse, expected, about, secret)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +195,43 @@ class Settings:
             _names, "names separated by commas", "further names the model answers to, by commas"
         ),
     )
+    profile: ProfileName = field(
+        default="agent",
+        metadata=_rule(
+            _profile,
+            "one of official, sglang, agent",
+            "rules for what the protocols leave open; docs/protocols.md has the table",
+        ),
+    )
+    store: str = field(
+        default="memory",
+        metadata=_rule(
+            _store,
+            "'memory', 'off' or a file in a folder that exists",
+            "where responses are kept for previous_response_id: in memory, in a file, or nowhere",
+        ),
+    )
+    store_max_bytes: int = field(
+        default=256 * 1024 * 1024,
+        metadata=_rule(
+            _positive_int,
+            "a whole number of bytes above 0",
+            "most that is kept of responses; the oldest go first",
+        ),
+    )
+    record: Path | None = field(
+        default=None,
+        metadata=_rule(
+            _new_file,
+            "a file in a folder that exists",
+            "file that every exchange is appended to, prompt and reply, for bathyal replay",
+        ),
+    )
     keep_alive_seconds: float = field(
         default=10.0,
         metadata=_rule(
             _positive_seconds,
-            "a number of seconds above 0",
+            _SECONDS,
             "silence after which a stream gets a keep-alive comment",
         ),
     )
@@ -168,6 +247,87 @@ class Settings:
         default=32 * 1024 * 1024,
         metadata=_rule(
             _positive_int, "a whole number of bytes above 0", "largest request body that is read"
+        ),
+    )
+    body_seconds: float = field(
+        default=60.0,
+        metadata=_rule(
+            _positive_seconds, _SECONDS, "how long a client may take to send its request's body"
+        ),
+    )
+    first_token_seconds: float = field(
+        default=600.0,
+        metadata=_rule(
+            _positive_seconds, _SECONDS, "how long a request may wait for its first token, then 504"
+        ),
+    )
+    step_seconds: float = field(
+        default=120.0,
+        metadata=_rule(
+            _positive_seconds, _SECONDS, "how long a reply may wait for its next token, then 504"
+        ),
+    )
+    request_seconds: float = field(
+        default=3600.0,
+        metadata=_rule(_positive_seconds, _SECONDS, "how long a reply may take in all, then 504"),
+    )
+    stall_seconds: float = field(
+        default=60.0,
+        metadata=_rule(
+            _positive_seconds,
+            _SECONDS,
+            "how long a reader may leave a stream unread before it counts as gone",
+        ),
+    )
+    max_open_requests: int = field(
+        default=1024,
+        metadata=_rule(
+            _positive_int,
+            "a whole number above 0",
+            "most generating requests open at once, running or waiting; more get 503",
+        ),
+    )
+    api_key: str | None = field(
+        default=None,
+        repr=False,
+        metadata=_rule(
+            _key,
+            "8 to 256 visible ASCII characters",
+            "the one key that clients must send; api_keys is for several",
+            secret=True,
+        ),
+    )
+    api_keys: Path | None = field(
+        default=None,
+        metadata=_rule(
+            _file,
+            "a file that exists",
+            "TOML file of the keys that clients must send, with limits of their own",
+        ),
+    )
+    key_concurrency: int | None = field(
+        default=None,
+        metadata=_rule(
+            _positive_int,
+            "a whole number above 0",
+            "most requests of one key open at once; more get 429 (default: no limit)",
+        ),
+    )
+    key_requests_per_minute: int | None = field(
+        default=None,
+        metadata=_rule(
+            _positive_int,
+            "a whole number above 0",
+            "requests a minute of one key, a sixth of them at once; more get 429"
+            " (default: no limit)",
+        ),
+    )
+    log: LogLevel = field(
+        default="info",
+        metadata=_rule(
+            _log_level,
+            "one of error, warning, info",
+            "least level of what is logged to stderr, as lines of JSON; info has one a request",
         ),
     )
 
@@ -201,11 +361,24 @@ class Settings:
 
 
 def flags() -> list[tuple[str, str, str]]:
-    """List (field, flag, help) of every setting, for a command line."""
+    """List (field, flag, help) of every setting that is no secret, for a command line."""
     return [
         (item.name, _flag(item.name), item.metadata["rule"].about + _shown(item.default))
         for item in fields(Settings)
+        if not item.metadata["rule"].secret
     ]
+
+
+def table() -> str:
+    """Write the settings as a Markdown table: flag, variable, what is accepted, what it does."""
+    lines = ["| flag | variable | accepted | default | what it sets |", "|---|---|---|---|---|"]
+    for item in fields(Settings):
+        rule: _Rule = item.metadata["rule"]
+        flag = "(none: a secret)" if rule.secret else f"`{_flag(item.name)}`"
+        default = _shown(item.default).strip(" []") or "unset"
+        variable = f"`{ENV_PREFIX}{item.name.upper()}`"
+        lines.append(f"| {flag} | {variable} | {rule.expected} | {default} | {rule.about} |")
+    return "\n".join(lines) + "\n"
 
 
 def _flag(field_name: str) -> str:
@@ -223,4 +396,5 @@ def _parse(item: Field[Any], text: str, *, source: str) -> Any:
     try:
         return rule.parse(text)
     except ValueError:
-        raise SettingsError(f"{source}: expected {rule.expected}, got {text!r}") from None
+        came = "something else" if rule.secret else repr(text)
+        raise SettingsError(f"{source}: expected {rule.expected}, got {came}") from None

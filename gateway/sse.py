@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -53,9 +54,13 @@ class EventStream:
     Args:
         frames: what to send, one item per step; closed in every case, also when the client leaves or
             the server stops, so its `finally` is where a generation is aborted.
-        fail: error message to the protocol's last frames, for a failure after the headers.
+        fail: failure to the protocol's last frames, for one after the headers.
         refuse: failure to a plain response, for a failure before the headers.
         keep_alive_seconds: silence after which a comment is sent.
+        stall_seconds: how long one write may wait for its reader, to the next look at it; longer,
+            and the reader counts as gone.
+        on_end: told once how it ended, where that was not by itself: `client_left`, `slow_reader`
+            or an error's code.
         headers: further response headers; values must be latin-1.
     """
 
@@ -63,15 +68,20 @@ class EventStream:
         self,
         frames: AsyncGenerator[list[bytes], None],
         *,
-        fail: Callable[[str], list[bytes]],
+        fail: Callable[[ClientError], list[bytes]],
         refuse: Callable[[ClientError], Response],
         keep_alive_seconds: float,
+        stall_seconds: float = math.inf,
+        on_end: Callable[[str], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._frames = frames
         self._fail = fail
         self._refuse = refuse
         self._keep_alive_seconds = keep_alive_seconds
+        self._stall_seconds = stall_seconds
+        self._on_end = on_end or _told
+        self._write_began = 0.0  # loop time, seconds
         self._headers = [
             *_STREAM_HEADERS,
             *(
@@ -104,11 +114,16 @@ class EventStream:
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 elif self._writing.locked() or self._finished:
+                    if loop.time() - self._write_began > self._stall_seconds:
+                        self._ended("slow_reader")
+                        break
                     self._last_sent = loop.time()  # the reader is slow, not the source
                 else:
                     await self._send(send, KEEP_ALIVE)
+            if not pump.done():
+                self._ended("client_left")
         except _ClientLeftError:
-            pass  # the finally below ends the generation
+            self._ended("client_left")  # the finally below ends the generation
         except asyncio.CancelledError:
             # The server ends before the reply does. A cut reply must not look whole; once that is
             # said there is nothing to cancel any more, and servers log a raised cancel as a crash.
@@ -128,7 +143,7 @@ class EventStream:
                     if frames:
                         await self._send(send, b"".join(frames))
         except _ClientLeftError:
-            pass
+            self._ended("client_left")
         except ClientError as failure:
             await self._fail_with(failure, scope, receive, send)
         except Exception:
@@ -144,14 +159,20 @@ class EventStream:
     ) -> None:
         if self._finished:
             return
+        self._ended(failure.code)
         if self._committed:
-            await self._send(send, b"".join(self._fail(failure.message)), more=False)
+            await self._send(send, b"".join(self._fail(failure)), more=False)
         else:
             self._committed = self._finished = True
             await self._refuse(failure)(scope, receive, send)
 
+    def _ended(self, how: str) -> None:
+        self._on_end(how)
+        self._on_end = _told
+
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._writing:
+            self._write_began = asyncio.get_running_loop().time()
             try:
                 if not self._committed:
                     self._committed = True
@@ -163,6 +184,10 @@ class EventStream:
             except OSError as error:
                 raise _ClientLeftError from error
             self._last_sent = asyncio.get_running_loop().time()
+
+
+def _told(_: str) -> None:
+    """Take the place of `on_end` once it was called."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

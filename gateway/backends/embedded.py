@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,49 @@ if TYPE_CHECKING:
 #: Name under which the checkpoint that ships is listed.
 TINY_NAME = "bathyal-tiny"
 
-_Deltas = asyncio.Queue[TokenDelta | None]  # None: aborted, nothing follows
+
+class _Mailbox:
+    """The deltas of one request on their way to its reader.
+
+    What has come while the reader was busy is handed over as one delta, so that a slow reader costs
+    a write per look, not one per token, and holds token ids only: at most max_tokens of them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenDelta] = []
+        self._aborted = False
+        self._come = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        """Leave a delta; on the event loop's thread."""
+        self._waiting.append(delta)
+        self._come.set()
+
+    def abort(self) -> None:
+        """Nothing follows, and what waits is not wanted."""
+        self._aborted = True
+        self._come.set()
+
+    async def get(self) -> TokenDelta | None:
+        """Return all that has come, as one delta; None after an abort."""
+        await self._come.wait()
+        self._come.clear()
+        if self._aborted:
+            return None
+        waiting, self._waiting = self._waiting, []
+        return waiting[0] if len(waiting) == 1 else _joined(waiting)
+
+
+def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    last = deltas[-1]
+    logprobs = None
+    if all(delta.logprobs is not None for delta in deltas if delta.token_ids):
+        logprobs = tuple(one for delta in deltas for one in delta.logprobs or ())
+    return replace(
+        last,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=logprobs,
+    )
 
 
 class EmbeddedBackend:
@@ -56,7 +99,7 @@ class EmbeddedBackend:
         self._options = EngineConfig() if options is None else options
         self._info = _model_info(self._path, self._options, name)
         self._thread: EngineThread | None = None
-        self._streams: dict[str, _Deltas] = {}
+        self._streams: dict[str, _Mailbox] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -88,9 +131,8 @@ class EmbeddedBackend:
             raise EngineDeadError("the engine is not loaded")
         from engine.thread import Sink
 
-        deltas: _Deltas = asyncio.Queue()
-        # Unbounded, but fed at the model's pace and dropped with the generator.
-        self._thread.submit(request, Sink(asyncio.get_running_loop(), deltas.put_nowait))
+        deltas = _Mailbox()
+        self._thread.submit(request, Sink(asyncio.get_running_loop(), deltas.put))
         self._streams[request.id] = deltas
         try:
             while True:
@@ -112,7 +154,7 @@ class EmbeddedBackend:
         deltas = self._streams.pop(request_id, None)
         if deltas is not None and self._thread is not None:
             self._thread.abort(request_id)
-            deltas.put_nowait(None)
+            deltas.abort()
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the engine's counters."""

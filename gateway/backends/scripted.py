@@ -64,12 +64,13 @@ def load_script(path: Path) -> list[Line]:
         EngineError: the file cannot be read or a line is wrong; names the line and the field.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise EngineError(f"script {path}: {error}") from error
     lines: list[Line] = []
     first_use: dict[str, int] = {}
-    for number, row in enumerate(text.splitlines(), start=1):
+    # Only a newline ends a line of JSON: a string may hold U+2028 and its like as they are.
+    for number, row in enumerate(content.split(b"\n"), start=1):
         if not row.strip():
             continue
         try:
@@ -84,7 +85,7 @@ def load_script(path: Path) -> list[Line]:
     return lines
 
 
-def _parse_line(row: str) -> Line:
+def _parse_line(row: bytes) -> Line:
     try:
         fields = orjson.loads(row)
     except orjson.JSONDecodeError as error:

@@ -47,7 +47,7 @@ RULES = [
     pytest.param(chat_body(temperature=3), "temperature", "[0, 2]", id="temperature"),
     pytest.param(chat_body(temperature="0"), "temperature", "a number", id="temperature-text"),
     pytest.param(chat_body(max_completion_tokens=0), "max_completion_tokens", "[1, ", id="max-0"),
-    pytest.param(chat_body(reasoning_effort=50), "reasoning_effort", "numeric", id="effort-50"),
+    pytest.param(chat_body(reasoning_effort=50), "reasoning_effort", "number 50", id="effort-50"),
     pytest.param(
         chat_body(
             tools=[TOOL],
@@ -70,7 +70,7 @@ RULES = [
         "'a b'",
         id="tool-name",
     ),
-    pytest.param(chat_body(n=2), "n", "expected 1", id="n"),
+    pytest.param(chat_body(n=9), "n", "at most 8", id="n"),
 ]
 
 

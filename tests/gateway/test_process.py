@@ -131,8 +131,10 @@ def test_sigterm_lets_an_open_stream_end(checkpoint: Path, script: Path) -> None
             received += b"".join(stream)
         assert process.wait(10) == 0
         assert process.stderr
-        assert process.stderr.read() == ""
+        lines = [orjson.loads(line) for line in process.stderr]
 
+    assert {line["message"] for line in lines} == {"request"}
+    assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [41]
     frames = data_frames(received)
     assert frames[-1] == "[DONE]"
     text = "".join(f["choices"][0]["delta"].get("content") or "" for f in frames[:-1])

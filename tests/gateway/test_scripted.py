@@ -299,3 +299,18 @@ def test_a_broken_tokenizer_stops_the_start(tmp_path: Path, info: ModelInfo) -> 
 
     with pytest.raises(EngineError, match=str(path)):
         run(backend.start())
+
+
+def test_only_a_newline_ends_a_line(info: ModelInfo, tmp_path: Path) -> None:
+    """Characters that some libraries take for line ends may stand in a string as they are."""
+    path = tmp_path / "script.jsonl"
+    text = "a\u2028b\u2029c\u0085d\x1ce"
+    rows = [{"output": text}, {"output": "z"}]
+    raw = b"\r\n".join(orjson.dumps(row) for row in rows)
+    raw = raw.replace(rb"\u001c", b"\\u001c")
+    path.write_bytes(raw)
+
+    lines = load_script(path)
+
+    assert [line.output for line in lines] == [text, "z"]
+    assert "\u2028".encode() in raw  # the file itself holds it

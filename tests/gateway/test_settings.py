@@ -41,6 +41,10 @@ def test_a_flag_beats_the_variable_and_the_variable_the_default() -> None:
         ("max_model_len", "512", 512),
         ("device", "cpu", "cpu"),
         ("model", "/", Path("/")),
+        ("profile", "sglang", "sglang"),
+        ("store", "off", "off"),
+        ("store", "responses.sqlite", "responses.sqlite"),
+        ("record", "r.jsonl", Path("r.jsonl")),
     ],
 )
 def test_texts_become_values(field: str, text: str, value: object) -> None:
@@ -72,6 +76,17 @@ def test_texts_become_values(field: str, text: str, value: object) -> None:
         ("keep_alive_seconds", "inf"),
         ("drain_seconds", "-3"),
         ("max_body_bytes", "32M"),
+        ("profile", "openai"),
+        ("log", "loud"),
+        ("store", "/no/such/folder/store.sqlite"),
+        ("store", "/"),
+        ("record", "/no/such/folder/record.jsonl"),
+        ("record", ""),
+        ("api_keys", "/no/such/file"),
+        ("key_concurrency", "0"),
+        ("key_requests_per_minute", "1.5"),
+        ("max_open_requests", "0"),
+        ("stall_seconds", "-1"),
     ],
 )
 def test_a_value_that_cannot_be_used_stops_the_start(field: str, text: str) -> None:
@@ -95,8 +110,20 @@ def test_a_misspelt_variable_stops_the_start() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    """The command line offers what the dataclass holds, once each."""
-    assert [item.name for item in fields(Settings)] == [name for name, _, _ in flags()]
+    """The command line offers what the dataclass holds, once each; but for a secret."""
+    names = [item.name for item in fields(Settings)]
+    assert [name for name in names if name != "api_key"] == [name for name, _, _ in flags()]
+
+
+def test_a_key_is_never_shown() -> None:
+    """Neither the settings nor the refusal of a bad key repeat it."""
+    settings = Settings.load({"BATHYAL_API_KEY": "sk-0123456789"}, {})
+    assert settings.api_key == "sk-0123456789"
+    assert "sk-0123456789" not in repr(settings)
+
+    with pytest.raises(SettingsError, match="BATHYAL_API_KEY: expected 8 to 256") as refusal:
+        Settings.load({"BATHYAL_API_KEY": "se cret"}, {})
+    assert "se cret" not in str(refusal.value)
 
 
 def test_settings_do_not_change() -> None:

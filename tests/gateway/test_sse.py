@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 from starlette.responses import Response
 
+from gateway.call import Call
 from gateway.errors import ServerError, error_response
 from gateway.sse import KEEP_ALIVE, EventStream, until_disconnect
 from parsers import ClientError
@@ -40,8 +41,8 @@ class Source:
 def stream(source: Source, keep_alive: float = 30.0, **headers: str) -> EventStream:
     return EventStream(
         source.frames(),
-        fail=lambda message: [b"FAIL " + message.encode(), b" END"],
-        refuse=lambda error: error_response("chat", error),
+        fail=lambda failure: [b"FAIL " + failure.message.encode(), b" END"],
+        refuse=lambda error: error_response(Call("id", "chat", "/"), error),
         keep_alive_seconds=keep_alive,
         headers=headers,
     )

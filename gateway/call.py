@@ -1,0 +1,51 @@
+"""One HTTP call as it is counted and logged: who, what, and how it went.
+
+Written by whoever learns something, read once at the end. Holds numbers, names and ids; never a
+prompt, a reply or a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.types import Scope
+
+from parsers import Protocol
+
+_SCOPE_KEY = "bathyal.call"
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of one call.
+
+    Attributes:
+        id: request id, the client's own or a fresh one.
+        protocol: whose error shape the caller reads.
+        flat_errors: Chat errors are told in SGLang's form.
+        path: as it was sent; the scope holds the canonical one.
+        key: name of the caller's key.
+        status: of the reply, 0 while none was sent.
+        outcome: how it ended where that was not by itself: `client_left`, `slow_reader` or the code
+            of an error.
+        notes: further fields of the log line.
+    """
+
+    id: str
+    protocol: Protocol
+    path: str
+    flat_errors: bool = False
+    key: str = "-"
+    status: int = 0
+    outcome: str = "done"
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def attach(self, scope: Scope) -> None:
+        """Make the call known to whoever sees the scope."""
+        scope[_SCOPE_KEY] = self
+
+    @classmethod
+    def of(cls, scope: Scope) -> Call:
+        """Return the call of a scope that came through `gateway.front.Front`."""
+        return cast(Call, scope[_SCOPE_KEY])

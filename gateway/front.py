@@ -1,0 +1,163 @@
+"""The one ASGI layer before the routes: who asks, under which name, within which limits.
+
+It names the request, brings every spelling of a path to one, lets keys in, keeps the number of open
+generations bounded, and counts and logs each call when it is over. Everything below it sees one
+path per endpoint and a caller that may ask.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.call import Call
+from gateway.errors import RetryLaterError, ServerError, error_response, protocol_of
+from gateway.keys import Caller, Keys
+from gateway.logs import log_call
+from gateway.metrics import Metrics
+from parsers import ClientError
+
+#: Paths that need no key: whoever watches over the server has none, and some clients look here first.
+OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz"})
+#: Paths whose POST makes tokens.
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_API = re.compile(
+    r"(?:/beta|/anthropic)?(?:/v1)?"
+    r"(/(?:chat/completions|completions|responses|messages|models|tokenize)(?:/.*)?)",
+    re.DOTALL,
+)
+
+
+def canonical(path: str) -> str:
+    """Bring the spellings of an API path to one: with or without /v1, under /beta or /anthropic."""
+    found = _API.fullmatch(path)
+    return f"/v1{found[1]}" if found else path
+
+
+class Front:
+    """See the module's text.
+
+    Args:
+        app: the routes.
+        keys: who may ask.
+        metrics: what is counted.
+        max_open_requests: most generating requests open at once.
+        flat_errors: Chat errors are told in SGLang's form.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        metrics: Metrics,
+        max_open_requests: int,
+        flat_errors: bool,
+    ) -> None:
+        self._flat_errors = flat_errors
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._max_open = max_open_requests
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call, or refuse it in its caller's shape.
+
+        Raises:
+            Exception: a bug; its caller has got a 500 without inside knowledge.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        call = Call(_request_id(headers), protocol_of(path), path, self._flat_errors)
+        scope = {**scope, "path": canonical(path)}
+        call.attach(scope)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                named = MutableHeaders(scope=message)
+                named["x-request-id"] = named["request-id"] = call.id
+            await send(message)
+
+        try:
+            await self._admit(call, headers, scope, receive, send_named)
+        except Exception:
+            if not call.status:
+                await error_response(call, ServerError("internal error"))(
+                    scope, receive, send_named
+                )
+            raise
+        finally:
+            self._count(call, scope, time.monotonic() - began)
+
+    async def _admit(
+        self, call: Call, headers: Headers, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        caller: Caller | None = None
+        counted = False
+        try:
+            try:
+                if scope["path"] not in OPEN_PATHS:
+                    caller = self._keys.enter(
+                        headers.get("authorization", ""), headers.get("x-api-key", "")
+                    )
+                    call.key = caller.name
+                if scope["path"] in GENERATING and scope["method"] == "POST":
+                    self._take_place()
+                    counted = True
+            except ClientError as error:
+                await self._refusal(call, error)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+        finally:
+            if caller is not None:
+                caller.leave()
+            if counted:
+                self._open -= 1
+                self._metrics.open.dec()
+
+    def _take_place(self) -> None:
+        if self._open >= self._max_open:
+            raise RetryLaterError(
+                f"the server has {self._open} requests open and takes no more; try again later",
+                status=503,
+                code="queue_full",
+                seconds=1,
+            )
+        self._open += 1
+        self._metrics.open.inc()
+
+    def _refusal(self, call: Call, error: ClientError) -> Response:
+        self._metrics.refused.labels(error.code).inc()
+        return error_response(call, error)
+
+    def _count(self, call: Call, scope: Scope, seconds: float) -> None:
+        route = scope["route"].path if "route" in scope else "(none)"
+        method = scope["method"] if scope["method"] in _METHODS else "(other)"
+        self._metrics.requests.labels(route, method, str(call.status)).inc()
+        if route in GENERATING:
+            self._metrics.seconds.labels(route).observe(seconds)
+        log_call(call, route, method, seconds)
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def _request_id(headers: Headers) -> str:
+    """Take the client's own id, or make one.
+
+    One that is longer than 128 characters or holds anything but visible ASCII is replaced, so that
+    no header and no log line can be forged with it.
+    """
+    given = headers.get("x-request-id", "")
+    return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid4().hex

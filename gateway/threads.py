@@ -1,0 +1,28 @@
+"""Work that would hold the event loop up, done beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Bodies and outputs from these sizes on are worked on in a thread: the codec encodes about 1.2 us a
+#: token and re-tokenizes the reasoning at the end, and nothing may hold the event loop for 5 ms.
+THREAD_FROM_BYTES = 8 * 1024
+THREAD_FROM_TOKENS = 2048
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` in a worker thread; when cancelled, first wait until the thread has let go.
+
+    An exchange is not safe to share, so nobody may touch it while an abandoned thread still does.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
