@@ -368,9 +368,21 @@ class Codec:
             return request.convert(self._options)
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
-            raise ClientError(
-                message, status=error.status_code, param=_param(message, body)
-            ) from None
+            param = _param(message, body) or self._strict_tool(protocol, body)
+            raise ClientError(message, status=error.status_code, param=param) from None
+
+    def _strict_tool(self, protocol: Protocol, body: Mapping[str, Any]) -> str | None:
+        """Name the tool whose strict schema the codec refuses; it does not say which."""
+        asked = {"model": self.model.name, "messages": [{"role": "user", "content": "q"}]}
+        if protocol == "responses":
+            asked = {"model": self.model.name, "input": "q"}
+        for i, tool in enumerate(body.get("tools", ())):
+            if tool.get("function", tool).get("strict") is True:
+                try:
+                    self._parse(protocol, {**asked, "tools": [tool]}).convert(self._options)
+                except recipe.ConversionError:
+                    return f"tools[{i}]"
+        return None
 
     def _parse(self, protocol: Protocol, body: Mapping[str, Any]) -> Any:
         try:

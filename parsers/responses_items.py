@@ -198,13 +198,15 @@ class ItemReader:
         ]
         placed = pair(marks)
         if self._profile.pairs == "reject":
-            for kind, words in (
-                ("missing", "no output was found for the calls"),
-                ("orphan", "no call was found for the outputs"),
-            ):
-                ids = [p.call for p in placed if p.kind == kind]
-                if ids:
-                    raise ClientError(f"input: {words} {', '.join(ids)}", param="input")
+            missing = [p.call for p in placed if p.kind == "missing"]
+            orphans = [p.call for p in placed if p.kind == "orphan"]
+            faults = []
+            if missing:
+                faults.append(f"no output was found for the calls {', '.join(missing)}")
+            if orphans:
+                faults.append(f"no call was found for the outputs {', '.join(orphans)}")
+            if faults:
+                raise ClientError(f"input: {'; '.join(faults)}", param="input")
         out: list[_Entry] = []
         for place in placed:
             item = items[place.at]

@@ -202,7 +202,7 @@ def test_arguments_written_as_the_prompt_shows_them_come_back(
 
     ((_name, sent, _id),) = got["calls"]
     assert orjson.loads(sent) == arguments
-    assert got["bathyal"] is None
+    assert set(got["bathyal"] or ()) <= {"schema_violations"}  # values of any type were drawn
 
 
 @pytest.mark.parametrize("steps", [1, 4, 64])
