@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from gateway.background import Background, is_background, with_stream
 from gateway.call import Call
 from gateway.deadlines import Limits
 from gateway.errors import error_response, shutting_down
-from gateway.generation import Generations
+from gateway.generation import Generations, Reply
 from gateway.recorder import LentReasoning, Tape
 from gateway.service import Service, nobody_listens
 from gateway.sse import EventStream, until_disconnect
@@ -46,10 +47,10 @@ class _Opened:
         lent: what the cache of reasoning lent to it, where it is recorded.
     """
 
-    exchange: Exchange
+    exchange: Reply
     id: str
-    tape: Tape | None
-    lent: LentReasoning | None
+    tape: Tape | None = None
+    lent: LentReasoning | None = None
 
 
 class Endpoints:
@@ -82,6 +83,21 @@ class Endpoints:
         """POST /v1/messages."""
         return await self._generate("messages", request)
 
+    async def completions(self, request: Request) -> ASGIApp:
+        """POST /v1/completions: a prompt as text or token ids, and its continuation as text."""
+        call = Call.of(request.scope)
+        reply_id = f"cmpl-{uuid4()}"
+        try:
+            codec, body = self._service.codec, await self._service.body(request)
+            completion = await in_thread(
+                codec.open_completion, body, exchange_id=reply_id, created=int(time.time())
+            )
+        except ClientError as error:
+            return self._service.refuse(request, error)
+        except ClientDisconnect:
+            return nobody_listens()
+        return await self._reply(request, call, _Opened(completion, reply_id))
+
     async def _generate(self, protocol: Protocol, request: Request) -> ASGIApp:
         call = Call.of(request.scope)
         try:
@@ -90,12 +106,15 @@ class Endpoints:
             return self._service.refuse(request, error)
         except ClientDisconnect:
             return nobody_listens()
+        return await self._reply(request, call, opened)
+
+    async def _reply(self, request: Request, call: Call, opened: _Opened) -> ASGIApp:
         exchange = opened.exchange
         call.notes.update(model=exchange.model, stream=exchange.stream)
         self._service.metrics.take_ignored(exchange.ignored)
         headers = _notes(exchange)
         frames = self._frames(request, call, opened)
-        if exchange.stored is not None and exchange.stored.background:
+        if isinstance(exchange, Exchange) and exchange.stored and exchange.stored.background:
             try:
                 first = await self._background.begin(call, exchange, opened.id, frames)
             except ClientError as error:
@@ -171,8 +190,11 @@ class Endpoints:
         scripts = request.headers.get("x-bathyal-script", "")
 
         async def settle() -> None:
-            if opened.exchange.stream:
-                await self._keep(call, opened)
+            if not opened.exchange.stream:
+                return
+            await self._keep(call, opened)
+            if isinstance(opened.exchange, Exchange) and opened.exchange.error is not None:
+                self._ended(call, opened.exchange.error.code)  # told by the stream itself
 
         frames = self._generations.frames(
             opened.exchange,
@@ -180,14 +202,14 @@ class Endpoints:
             request_id=opened.id,
             scripts=[name.strip() for name in scripts.split(",")] if scripts else (),
             tape=opened.tape,
-            settle=settle if opened.exchange.stored is not None else None,
+            settle=settle,
         )
         return frames if opened.tape is None else self._taped(frames, opened, opened.tape)
 
     def _stream(
         self,
         call: Call,
-        exchange: Exchange,
+        exchange: Reply,
         frames: AsyncGenerator[list[bytes], None],
         headers: dict[str, str],
     ) -> ASGIApp:
@@ -246,13 +268,15 @@ class Endpoints:
 
     async def _keep(self, call: Call, opened: _Opened) -> None:
         """Put a response that ended well into the store; a full disk costs nobody his reply."""
-        stored, store = opened.exchange.stored, self._service.store
-        if stored is None or store is None or opened.exchange.error is not None:
+        exchange, store = opened.exchange, self._service.store
+        if not isinstance(exchange, Exchange) or exchange.stored is None or store is None:
             return
-        if not (stored.wanted or stored.background):
+        if exchange.error is not None:
+            return
+        if not (exchange.stored.wanted or exchange.stored.background):
             return
         try:
-            record = await in_thread(opened.exchange.record)
+            record = await in_thread(exchange.record)
             await in_thread(store.put, opened.id, call.key, record)
         except StoreError:
             logger.exception("a response is not kept")
@@ -302,7 +326,7 @@ def _field(body: bytes, name: str) -> Any:
     return fields.get(name) if isinstance(fields, dict) else None
 
 
-def _notes(exchange: Exchange) -> dict[str, str]:
+def _notes(exchange: Reply) -> dict[str, str]:
     """Headers that say what was not done: fields of the request that have no effect."""
     names = [
         name for name in exchange.ignored if re.fullmatch(r"[\w.\-\[\]]{1,64}", name, re.ASCII)

@@ -142,14 +142,19 @@ class Front:
         return error_response(call, error)
 
     def _count(self, call: Call, scope: Scope, seconds: float) -> None:
-        route = scope["route"].path if "route" in scope else "(none)"
+        route = scope["route"].path if "route" in scope else _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self._metrics.requests.labels(route, method, str(call.status)).inc()
         if route in GENERATING:
             self._metrics.seconds.labels(route).observe(seconds)
-        log_call(call, route, method, seconds)
+        if route == _NO_ROUTE:
+            call.notes["path"] = call.path[:200]
+        if call.status >= 400 or route not in _PROBED:
+            log_call(call, route, method, seconds)
 
 
+_NO_ROUTE = "(none)"
+_PROBED = OPEN_PATHS | {"/metrics"}  # asked every few seconds by machines: logged when they fail
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 

@@ -28,7 +28,10 @@ from gateway.errors import ServerError
 from gateway.metrics import Metrics
 from gateway.recorder import Tape
 from gateway.threads import THREAD_FROM_TOKENS, in_thread
-from parsers import ClientError, Exchange
+from parsers import ClientError, Completion, Exchange
+
+Reply = Exchange | Completion
+"""Both are driven in the same way."""
 
 
 class Generations:
@@ -55,7 +58,7 @@ class Generations:
 
     def frames(
         self,
-        exchange: Exchange,
+        exchange: Reply,
         call: Call,
         *,
         request_id: str,
@@ -83,15 +86,16 @@ class Generations:
             ServerError: the backend failed, took too long, or ended without saying why.
         """
         pace = _Pace(self._metrics, call)
-        choices = [
+        choices: Sequence[Reply] = exchange.choices
+        running = [
             self._choice(choice, request_id, index, pace, scripts, tape, settle)
-            for index, choice in enumerate(exchange.choices)
+            for index, choice in enumerate(choices)
         ]
-        return choices[0] if len(choices) == 1 else _together(choices)
+        return running[0] if len(running) == 1 else _together(running)
 
     async def _choice(
         self,
-        exchange: Exchange,
+        exchange: Reply,
         request_id: str,
         index: int,
         pace: _Pace,
@@ -176,10 +180,11 @@ class Generations:
             deadline.close()
             self._backend.abort(request.id)
             pace.end(completion_tokens)
-            self._metrics.take_report(exchange.report)
+            if isinstance(exchange, Exchange):
+                self._metrics.take_report(exchange.report)
 
     def _request(
-        self, exchange: Exchange, request_id: str, index: int, scripts: Sequence[str]
+        self, exchange: Reply, request_id: str, index: int, scripts: Sequence[str]
     ) -> GenerateRequest:
         """Build what the backend is asked for on behalf of one choice."""
         sampling = exchange.sampling

@@ -16,7 +16,7 @@ from gateway.call import Call
 from gateway.errors import error_response
 from gateway.service import Service, json_response
 from gateway.threads import in_thread
-from parsers import ClientError, Codec, parse_function_call
+from parsers import ClientError, Codec, parse_function_call, separate_reasoning
 
 #: SGLang's names of the parsers whose families we parse, spelled without separators.
 _PARSER_NAMES = frozenset({"deepseekv4", "deepseekv41"})
@@ -36,6 +36,10 @@ class PlainEndpoints:
     async def parse_function_call(self, request: Request) -> Response:
         """POST /parse_function_call, in SGLang's shape: raw model output in, text and calls out."""
         return await self._service.reply(request, _parsed)
+
+    async def separate_reasoning(self, request: Request) -> Response:
+        """POST /separate_reasoning, in SGLang's shape: raw model output in, both its parts out."""
+        return await self._service.reply(request, _separated)
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens: the length of the prompt that would be generated from."""
@@ -141,6 +145,18 @@ def _parsed(codec: Codec, body: bytes) -> bytes:
     """Answer /parse_function_call; the fields of the result are the names of SGLang's reply."""
     text, tools = _parse_request(_fields(body))
     return orjson.dumps(parse_function_call(codec, text, tools))
+
+
+def _separated(codec: Codec, body: bytes) -> bytes:
+    """Answer /separate_reasoning: `text`, `reasoning_parser`, `return_blocks`."""
+    fields = _fields(body)
+    text, blocks = fields.get("text"), fields.get("return_blocks") or False
+    if not isinstance(text, str):
+        raise _wrong("text", "a string", text)
+    if not isinstance(blocks, bool):
+        raise _wrong("return_blocks", "true or false", blocks)
+    _check_family(fields, "reasoning_parser", _PARSER_NAMES)
+    return orjson.dumps(separate_reasoning(text).reply(blocks=blocks))
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -28,16 +28,21 @@ class StoredResponses:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def fetch(self, request: Request) -> Response:
-        """GET /v1/responses/{id}."""
+    async def one(self, request: Request) -> Response:
+        """GET and DELETE /v1/responses/{id}."""
+        if request.method == "DELETE":
+            return await self._delete(request)
+        if request.query_params.get("stream", "false") != "false":
+            why = "stream: a kept response is not streamed again; fetch it whole"
+            error = ClientError(why, code="unsupported_parameter", param="stream")
+            return self._service.refuse(request, error)
         return await self._answer(request, lambda record: record["response"])
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{id}/input_items, newest first unless `order=asc`."""
         return await self._answer(request, lambda record: _page(request, record))
 
-    async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/{id}."""
+    async def _delete(self, request: Request) -> Response:
         response_id, owner = request.path_params["id"], Call.of(request.scope).key
         await self._stop(response_id, owner)
         store = self._service.store
@@ -92,7 +97,8 @@ def _page(request: Request, record: dict[str, Any]) -> dict[str, Any]:
     """List input items; the ones a client sent without an id get one from their place."""
     response_id = record["response"]["id"]
     items = [
-        {"id": f"{response_id}_input_{index}", **item} for index, item in enumerate(record["input"])
+        {"id": f"{response_id}_input_{index}", **_listed(item)}
+        for index, item in enumerate(record["input"])
     ]
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -116,6 +122,16 @@ def _page(request: Request, record: dict[str, Any]) -> dict[str, Any]:
         "last_id": shown[-1]["id"] if shown else None,
         "has_more": len(items) > len(shown),
     }
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """Write a message's short forms out: clients of this list read typed items with parts."""
+    if "role" not in item:
+        return item
+    content, made = item.get("content"), item["role"] == "assistant"
+    if isinstance(content, str):
+        content = [{"type": "output_text" if made else "input_text", "text": content}]
+    return {**item, "type": "message", "content": content}
 
 
 def _unknown(response_id: str) -> ClientError:

@@ -243,6 +243,43 @@ class TestStored:
         assert refused.value.param == field
         assert served.output_text == "Hello."
 
+    def test_input_items_come_in_pages(self, info: ModelInfo) -> None:
+        """Newest first, or as sent; a page ends where it is told to; a wrong parameter is named."""
+        with openai_client(info, text_line("ok</think>Hello.")) as (client, _):
+            turns: Any = [{"role": "user", "content": f"q{i}"} for i in range(5)]
+            sent = client.responses.create(model=MODEL, input=turns)
+            newest = client.responses.input_items.list(sent.id, limit=2)
+            every = list(client.responses.input_items.list(sent.id, limit=2, order="asc"))
+            for wrong, value in (("limit", 0), ("order", "up"), ("after", "nobody")):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    client.responses.input_items.list(sent.id, **{wrong: value})  # type: ignore[arg-type]
+                assert refused.value.param == wrong
+
+        texts = [item.content[0].text for item in every]  # type: ignore[union-attr]
+        assert texts == [f"q{i}" for i in range(5)]
+        assert [item.content[0].text for item in newest.data] == ["q4", "q3"]  # type: ignore[union-attr]
+        assert newest.has_more
+
+    def test_a_key_sees_its_own_alone(self, info: ModelInfo, tmp_path: Any) -> None:
+        """Another key's response is a 404, and cannot be continued or cancelled."""
+        keys = tmp_path / "keys.toml"
+        keys.write_text(
+            "".join(f'[[keys]]\nname = "{n}"\nkey = "sk-{n}-0123456789"\n' for n in "ab")
+        )
+        with server(info, text_line("ok</think>Hello."), api_keys=keys) as (url, _):
+            mine, other = (
+                openai.OpenAI(base_url=f"{url}/v1", api_key=f"sk-{n}-0123456789", max_retries=0)
+                for n in "ab"
+            )
+            with mine, other:
+                sent = mine.responses.create(model=MODEL, input="Hi")
+                for use in (other.responses.retrieve, other.responses.delete):
+                    with pytest.raises(openai.NotFoundError):
+                        use(sent.id)
+                with pytest.raises(openai.BadRequestError):
+                    other.responses.create(model=MODEL, input="?", previous_response_id=sent.id)
+                assert mine.responses.retrieve(sent.id).id == sent.id
+
     def test_a_chain_of_three_holds_all_turns(self, info: ModelInfo) -> None:
         """Each link carries everything before it."""
         lines = [text_line(f"t{i}</think>answer{i}") for i in range(3)]
@@ -324,12 +361,85 @@ class TestBackground:
 
         assert refused.value.param == "background"
 
+    def test_a_kept_one_is_not_streamed_again(self, info: ModelInfo) -> None:
+        """The refusal names the parameter; a wrong method is told both right ones."""
+        with server(info, text_line("ok</think>Hello.")) as (url, _):
+            sent = httpx.post(f"{url}/responses", json={"model": MODEL, "input": "Hi"}).json()
+            path = f"{url}/v1/responses/{sent['id']}"
+            refused = httpx.get(path, params={"stream": "true"})
+            wrong = httpx.put(path)
+
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+        assert (wrong.status_code, set(wrong.headers["allow"].split(", "))) == (
+            405,
+            {"GET", "HEAD", "DELETE"},
+        )
+
     def test_only_such_can_be_cancelled(self, info: ModelInfo) -> None:
         """A response that is there is not cancelled."""
         with openai_client(info, text_line("ok</think>Hello.")) as (client, _):
             sent = client.responses.create(model=MODEL, input="Hi")
             with pytest.raises(openai.BadRequestError, match="background"):
                 client.responses.cancel(sent.id)
+
+
+@STREAM
+def test_completions_continue_a_prompt(info: ModelInfo, stream: bool) -> None:
+    """Text or token ids go in as they are, text comes out; markers are text."""
+    with openai_client(info, text_line("b</think>c")) as (client, backend):
+        ids = httpx.post(f"{client.base_url!s}tokenize", json={"prompt": "a<think>"}).json()[
+            "tokens"
+        ]
+        texts = []
+        for prompt in ("a<think>", ids):
+            request: Any = {"model": MODEL, "prompt": prompt, "max_tokens": 50}
+            if stream:
+                chunks = list(client.completions.create(stream=True, **request))
+                texts.append("".join(c.choices[0].text for c in chunks if c.choices))
+                last = chunks[-1]
+            else:
+                last = client.completions.create(**request)
+                texts.append(last.choices[0].text)
+            assert last.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=MODEL, prompt=[10**9])
+
+    assert texts == ["b</think>c"] * 2
+    assert backend.prompts == ["a<think>"] * 2
+    assert refused.value.param == "prompt[0]"
+
+
+@pytest.mark.parametrize(
+    ("body", "reply"),
+    [
+        ({"text": "<think>r</think>c"}, {"reasoning_text": "r", "text": "c"}),
+        ({"text": "plain"}, {"reasoning_text": "", "text": "plain"}),
+        (
+            {"text": "r</think>c", "reasoning_parser": "deepseek-v4", "return_blocks": True},
+            {
+                "reasoning_text": "r",
+                "text": "c",
+                "reasoning_blocks": ["r"],
+                "text_blocks": ["c"],
+                "blocks": [{"type": "reasoning", "text": "r"}, {"type": "text", "text": "c"}],
+            },
+        ),
+        ({"text": 1}, "text"),
+        ({"text": "a", "return_blocks": "yes"}, "return_blocks"),
+        ({"text": "a", "reasoning_parser": "qwen3"}, "reasoning_parser"),
+        ([], None),
+    ],
+)
+def test_separate_reasoning_has_sglangs_shape(info: ModelInfo, body: Any, reply: Any) -> None:
+    """Both parts as SGLang names them; what is wrong is named."""
+    with server(info, text_line("a")) as (url, _):
+        got = httpx.post(f"{url}/separate_reasoning", json=body)
+
+    if isinstance(reply, dict):
+        assert got.json() == reply
+    else:
+        assert got.status_code == 400
+        assert got.json()["error"]["param"] == reply
 
 
 def test_tokenize_gives_the_prompt_of_a_chat(info: ModelInfo) -> None:
