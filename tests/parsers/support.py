@@ -26,10 +26,10 @@ SPECIALS = (
 _RANDOM = re.compile(r"(call_\d+_(?:ET_)?)[A-Za-z0-9]{24}")
 
 
-def write_tokenizer(path: Path, *, without: str | None = None) -> str:
+def write_tokenizer(path: Path, *, without: str | None = None, extra: Sequence[str] = ()) -> str:
     """Write a byte-level tokenizer.json without merges: one token per byte, and the specials."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = [token for token in SPECIALS if token != without]
+    specials = [token for token in (*SPECIALS, *extra) if token != without]
     vocab = {token: i for i, token in enumerate([*specials, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
