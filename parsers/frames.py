@@ -99,10 +99,12 @@ class ChatFrames:
         return [] if self._tally is not None and self._tally.open else [_DONE]
 
     def error(self, error: ClientError) -> list[bytes]:
-        """End the stream in an error; never a finish reason."""
+        """End the choice in an error, never a finish reason; and the stream with the last one."""
         inner = error_object("chat", error, flat=self._flat)
         body = orjson.dumps({"error": inner} if self._flat else inner)
-        return [b"data: " + body + b"\n\n", _DONE]
+        if self._tally is not None:
+            self._tally.open -= 1
+        return [b"data: " + body + b"\n\n", *self.end()]
 
 
 class _NamedFrames:

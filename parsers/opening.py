@@ -178,7 +178,8 @@ class _Opening:
         )
 
     def _forced(self) -> Forced | None:
-        if not self.converted.forced_later:
+        gated = self.codec.profile.gate.hold is not Hold.NONE
+        if not self.converted.forced_later or not gated:
             return None
         return Forced(
             self.codec.vocabulary.special(THINK_END_TEXT),

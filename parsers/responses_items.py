@@ -228,7 +228,9 @@ class ItemReader:
         begin, thought = 0, False  # of the assistant's turn in ``out``
         for item in items:
             if item["type"] == "reasoning":
-                thought = thought or bool(item["content"])
+                if not item["content"]:
+                    continue  # sealed, or dropped by the client: nothing to be read
+                thought = True
             elif item["type"] in _CALLS:
                 found = None if thought else store.get(item["call_id"])
                 if found:

@@ -181,6 +181,15 @@ def test_other_requests_have_no_continuation(codec: Codec) -> None:
         assert streams.message("chat", exchange.close("stop"))["finish"] == "stop"
 
 
+def test_without_a_gate_nothing_is_opened(bare: Codec) -> None:
+    """The bare codec has no second generation: it would not know whether a call was made."""
+    exchange = open_chat(bare, tools=TOOLS, tool_choice="required")
+    drive(exchange, each(encode(bare, "R</think>Hi")))
+
+    assert exchange.continuation() is None
+    assert orjson.loads(exchange.body())["choices"][0]["message"]["content"] == "Hi"
+
+
 ALLOWED = {
     "type": "allowed_tools",
     "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},

@@ -173,6 +173,9 @@ def test_missing_reasoning_is_restored_by_call_id(codec: Codec) -> None:
     state = {"reasoning": store}
 
     assert open_(codec, state=state, input=[USER, say, CALL, OUTPUT], **fields).prompt_ids == want
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "ID-0"}
+    items = [USER, sealed, say, CALL, OUTPUT]
+    assert open_(codec, state=state, input=items, **fields).prompt_ids == want
     kept = open_(codec, input=[USER, own, CALL, OUTPUT], **fields).prompt_ids
     assert open_(codec, state=state, input=[USER, own, CALL, OUTPUT], **fields).prompt_ids == kept
 

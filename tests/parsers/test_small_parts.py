@@ -202,6 +202,18 @@ def test_choices_share_a_prompt_and_nothing_else(codec: Codec) -> None:
     ]
 
 
+def test_a_choice_that_fails_leaves_the_others(codec: Codec) -> None:
+    """Its error is told, the other choice ends as ever, and the stream with the last of them."""
+    first = open_chat(codec, n=2, stream=True)
+    for choice in first.choices:
+        choice.start(1, 0)
+    (error,) = first.fail("m")
+    assert b'"message":"m"' in error
+    frames = first.choices[1].receive(encode(codec, "R</think>Hi")) + first.choices[1].close("stop")
+    assert frames[-1] == b"data: [DONE]\n\n"
+    assert chunks(frames)[-1]["usage"]["prompt_tokens"] == 1
+
+
 def test_a_whole_reply_of_several_choices(codec: Codec) -> None:
     """One body: choices in order, usage summed, a report with its choice."""
     first = open_chat(codec, tools=TOOLS, n=3)
