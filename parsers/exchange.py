@@ -79,7 +79,7 @@ class Exchange:
         ignored: request fields accepted without effect.
         choices: all exchanges of this request, this one among them; one per choice (``n``). Each
             is a generation of its own over the same prompt. The streams' frames are sent as they
-            come, in any order; the whole reply is ``body`` of the first after all were closed.
+            come, in any order; an error of one ends the stream for all. The whole reply is ``body`` of the first after all were closed.
         stored: what the request asks of a store; None but for Responses.
         error: set when a policy says that what the model wrote is an error; a stream has then
             ended in it, and in place of a whole reply it is to be sent.
@@ -136,7 +136,7 @@ class Exchange:
     @property
     def finished(self) -> bool:
         """Whether no more tokens are wanted: stop the engine, then ask for a continuation."""
-        return self._ended or self._over or self._wire.finished
+        return self._ended or self._over or self._wire.finished or self._frames.closed
 
     def start(self, prompt_tokens: int, cached_tokens: int) -> list[bytes]:
         """Open the reply.

@@ -29,10 +29,15 @@ class Tally:
 
     Args:
         choices: how many there are.
+
+    Attributes:
+        open: how many have not ended.
+        failed: one of them has ended the stream in an error.
     """
 
     def __init__(self, choices: int) -> None:
         self.open = choices
+        self.failed = False
         self._sum: dict[str, Any] = {}
 
     def add(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +73,15 @@ class ChatFrames:
         self._tally = tally
         self._flat = flat
 
+    @property
+    def closed(self) -> bool:
+        """Whether another choice has ended the stream in an error."""
+        return self._tally is not None and self._tally.failed
+
     def frames(self, chunks: list[str]) -> list[bytes]:
         """Frame the JSON of chunks."""
+        if self.closed:
+            return []
         if self._index is not None:
             chunks = [c.replace('"choices":[{"index":0,', self._index, 1) for c in chunks]
         return [f"data: {chunk}\n\n".encode() for chunk in chunks]
@@ -96,19 +108,24 @@ class ChatFrames:
 
     def end(self) -> list[bytes]:
         """Close the stream, unless another choice is still open."""
-        return [] if self._tally is not None and self._tally.open else [_DONE]
+        open_ = self._tally is not None and (self._tally.open or self._tally.failed)
+        return [] if open_ else [_DONE]
 
     def error(self, error: ClientError) -> list[bytes]:
-        """End the choice in an error, never a finish reason; and the stream with the last one."""
+        """End the stream in an error, never a finish reason; nothing of other choices follows."""
+        if self.closed:
+            return []
         inner = error_object("chat", error, flat=self._flat)
         body = orjson.dumps({"error": inner} if self._flat else inner)
         if self._tally is not None:
-            self._tally.open -= 1
-        return [b"data: " + body + b"\n\n", *self.end()]
+            self._tally.failed = True
+        return [b"data: " + body + b"\n\n", _DONE]
 
 
 class _NamedFrames:
     """Events with names, which are the ``type`` of their data; nothing closes the stream."""
+
+    closed = False  # there are no other choices that could close it
 
     def frames(self, chunks: list[str]) -> list[bytes]:
         """Frame the JSON of events; every one begins with its type."""

@@ -202,16 +202,17 @@ def test_choices_share_a_prompt_and_nothing_else(codec: Codec) -> None:
     ]
 
 
-def test_a_choice_that_fails_leaves_the_others(codec: Codec) -> None:
-    """Its error is told, the other choice ends as ever, and the stream with the last of them."""
+def test_a_choice_that_fails_ends_the_stream(codec: Codec) -> None:
+    """A reply of which a part is missing is an error: nothing of the others goes on behind it."""
     first = open_chat(codec, n=2, stream=True)
     for choice in first.choices:
         choice.start(1, 0)
-    (error,) = first.fail("m")
+    error, done = first.fail("m")
     assert b'"message":"m"' in error
-    frames = first.choices[1].receive(encode(codec, "R</think>Hi")) + first.choices[1].close("stop")
-    assert frames[-1] == b"data: [DONE]\n\n"
-    assert chunks(frames)[-1]["usage"]["prompt_tokens"] == 1
+    assert done == b"data: [DONE]\n\n"
+    other = first.choices[1]
+    assert other.finished
+    assert other.receive(encode(codec, "R</think>Hi")) + other.close("stop") + other.fail("m") == []
 
 
 def test_a_whole_reply_of_several_choices(codec: Codec) -> None:
