@@ -14,6 +14,9 @@ from starlette.types import Scope
 from parsers import Protocol
 
 _SCOPE_KEY = "bathyal.call"
+#: Scope key of the server's own send: what stands before the routes looks at the start of a reply
+#: only, so a stream's frames need not pass through it.
+BODY_SEND = "bathyal.send"
 
 
 @dataclass(slots=True)

@@ -1,18 +1,21 @@
 """How long a generation may take: to its first token, between two steps, in all.
 
-One timer per generation, which looks again only when it fires: a step costs a reading of the clock
-and no timer of its own. The time in which nobody asks for tokens (a slow reader) counts for the
-whole, not for a step.
+A step costs no timer and no look at the clock: it moves a counter, and one timer per generation
+looks from time to time whether the counter has moved. So what is noticed is noticed up to a
+`1 / LOOKS` of the limit late. The time in which nobody asks for tokens (a slow reader) counts for
+the whole, not for a step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.errors import ServerError
+
+#: How often a limit is looked after within its own time.
+LOOKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,56 +33,63 @@ class Deadline:
     Args:
         limits: how long it may take.
         give_up: called once when it took too long; has to end the wait for its next step.
+
+    Attributes:
+        steps: how many have come; raised by whoever takes them.
+        waiting: whether a step is waited for; set likewise.
+        expired: why it was given up.
     """
+
+    __slots__ = (
+        "_began",
+        "_give_up",
+        "_limits",
+        "_loop",
+        "_moved",
+        "_seen",
+        "_timer",
+        "expired",
+        "steps",
+        "waiting",
+    )
 
     def __init__(self, limits: Limits, give_up: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._give_up = give_up
-        self._end = self._loop.time() + limits.request
-        self._stepped = False
-        self._due = math.inf  # of the step that is waited for
-        self._timer: asyncio.TimerHandle | None = None
+        self._began = self._moved = self._loop.time()
+        self._seen = 0
+        self._timer = self._again(self._began)
+        self.steps = 0
+        self.waiting = False
         self.expired: ServerError | None = None
-
-    def wait(self) -> None:
-        """A step is asked for."""
-        now = self._loop.time()
-        self._due = now + (self._limits.step if self._stepped else self._limits.first_token)
-        # From then on the timer fires at or before every due time, so this is for the first two.
-        if self._timer is None or self._timer.when() > self._due:
-            self.close()
-            self._timer = self._loop.call_at(min(self._due, self._end), self._look)
-
-    def step(self) -> float:
-        """A step has come; returns the loop's time."""
-        self._stepped = True
-        self._due = math.inf
-        return self._loop.time()
 
     def close(self) -> None:
         """Stop watching."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
+
+    def _again(self, now: float) -> asyncio.TimerHandle:
+        shortest = min(self._limits.first_token, self._limits.step, self._limits.request)
+        return self._loop.call_at(now + shortest / LOOKS, self._look)
 
     def _look(self) -> None:
         now = self._loop.time()
-        if now < min(self._due, self._end):
-            ahead = min(self._due, self._end, now + self._limits.step)
-            self._timer = self._loop.call_at(ahead, self._look)
-            return
+        if self.steps != self._seen or not self.waiting:
+            self._seen, self._moved = self.steps, now
         self.expired = self._failure(now)
-        self._give_up()
-
-    def _failure(self, now: float) -> ServerError:
-        if now >= self._end:
-            what, limit, code = "the reply took", self._limits.request, "request_timeout"
-        elif self._stepped:
-            what, limit, code = "the next token took", self._limits.step, "step_timeout"
+        if self.expired is not None:
+            self._give_up()
         else:
-            what, limit, code = (
-                "the first token took",
-                self._limits.first_token,
-                "first_token_timeout",
-            )
+            self._timer = self._again(now)
+
+    def _failure(self, now: float) -> ServerError | None:
+        limits = self._limits
+        if now - self._began > limits.request:
+            what, limit, code = "the reply took", limits.request, "request_timeout"
+        elif self.steps and now - self._moved > limits.step:
+            what, limit, code = "the next token took", limits.step, "step_timeout"
+        elif not self.steps and now - self._moved > limits.first_token:
+            what, limit, code = "the first token took", limits.first_token, "first_token_timeout"
+        else:
+            return None
         return ServerError(f"{what} longer than {limit:g} s", status=504, code=code)

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.call import Call
+from gateway.call import BODY_SEND, Call
 from gateway.errors import RetryLaterError, ServerError, error_response, protocol_of
 from gateway.keys import Caller, Keys
 from gateway.logs import log_call
@@ -79,7 +79,7 @@ class Front:
         headers = Headers(scope=scope)
         path = scope["path"]
         call = Call(_request_id(headers), protocol_of(path), path, self._flat_errors)
-        scope = {**scope, "path": canonical(path)}
+        scope = {**scope, "path": canonical(path), BODY_SEND: send}
         call.attach(scope)
 
         async def send_named(message: Message) -> None:

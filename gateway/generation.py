@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from time import monotonic
 from typing import Literal
 
 from engine.api import (
@@ -111,17 +112,19 @@ class Generations:
                 finish: Literal["stop", "length"] | None = None
                 frames: list[bytes] = []
                 async with aclosing(self._backend.generate(request)) as deltas:
-                    deadline.wait()
+                    deadline.waiting = True
                     async for delta in deltas:
-                        now = deadline.step()
-                        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                        deadline.waiting = False
+                        deadline.steps += 1
+                        now, reason = monotonic(), delta.finish_reason
+                        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
                             why = delta.error or "the backend gave up without a reason"
                             raise _backend_error(why)
                         frames = []
                         if not begun:
                             begun = True
                             cached = 0 if delta.usage is None else delta.usage.cached_tokens
-                            frames += exchange.start(len(request.prompt_ids), cached)
+                            frames = exchange.start(len(request.prompt_ids), cached)
                             pace.begin(index, now, len(request.prompt_ids), cached)
                         if delta.token_ids:
                             if completion_tokens:
@@ -132,12 +135,11 @@ class Generations:
                                 tape.step(index, delta.token_ids)
                             frames += exchange.receive(delta.token_ids, _logprobs(delta))
                         # finished without a reason of the backend's: a stop string, a last call
-                        if delta.finish_reason is not None or exchange.finished:
-                            length = delta.finish_reason is FinishReason.LENGTH
-                            finish = "length" if length else "stop"
+                        if reason is not None or exchange.finished:
+                            finish = "length" if reason is FinishReason.LENGTH else "stop"
                             break
                         yield frames
-                        deadline.wait()
+                        deadline.waiting = True
                 if finish is None:
                     raise deadline.expired or _backend_error(
                         "the backend ended without a finish reason"
@@ -211,7 +213,7 @@ class _Pace:
     def __init__(self, metrics: Metrics, call: Call) -> None:
         self._metrics = metrics
         self._call = call
-        self._accepted = asyncio.get_running_loop().time()
+        self._accepted = monotonic()
 
     def begin(self, index: int, now: float, prompt_tokens: int, cached_tokens: int) -> None:
         self._metrics.prompt_tokens.inc(prompt_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -398,3 +399,7 @@ def _parse(item: Field[Any], text: str, *, source: str) -> Any:
     except ValueError:
         came = "something else" if rule.secret else repr(text)
         raise SettingsError(f"{source}: expected {rule.expected}, got {came}") from None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

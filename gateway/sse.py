@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.call import BODY_SEND
 from gateway.errors import ServerError, shutting_down
 from parsers import ClientError
 
@@ -71,7 +71,7 @@ class EventStream:
         fail: Callable[[ClientError], list[bytes]],
         refuse: Callable[[ClientError], Response],
         keep_alive_seconds: float,
-        stall_seconds: float = math.inf,
+        stall_seconds: float,
         on_end: Callable[[str], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -81,7 +81,6 @@ class EventStream:
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
         self._on_end = on_end or _told
-        self._write_began = 0.0  # loop time, seconds
         self._headers = [
             *_STREAM_HEADERS,
             *(
@@ -91,8 +90,9 @@ class EventStream:
         ]
         self._committed = False  # headers are out
         self._finished = False  # the last body message is out
-        self._last_sent = 0.0  # loop time, seconds
-        self._writing = asyncio.Lock()  # a comment must not run into a frame
+        self._last_sent = 0.0  # loop time at the begin of the last write, seconds
+        self._sending = False  # the pump is in a write
+        self._comment: asyncio.Future[None] | None = None  # pending while a comment is written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or as much as the client's and the server's lives allow.
@@ -100,7 +100,8 @@ class EventStream:
         Raises:
             Exception: what a broken source raises before the headers are out.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
+        self._send_body = scope.get(BODY_SEND, send)
         self._last_sent = loop.time()
         pump = asyncio.create_task(self._pump(scope, receive, send))
         listener = asyncio.create_task(_disconnected(receive))
@@ -113,15 +114,21 @@ class EventStream:
                         timeout=self._keep_alive_seconds - silence,
                         return_when=asyncio.FIRST_COMPLETED,
                     )
-                elif self._writing.locked() or self._finished:
-                    if loop.time() - self._write_began > self._stall_seconds:
+                elif self._sending or self._finished:  # the reader is slow, not the source
+                    if silence > self._stall_seconds:
                         self._ended("slow_reader")
                         break
-                    self._last_sent = loop.time()  # the reader is slow, not the source
+                    await asyncio.wait(
+                        {pump, listener},
+                        timeout=min(self._keep_alive_seconds, self._stall_seconds),
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
                 else:
-                    await self._send(send, KEEP_ALIVE)
+                    await self._keep_alive(send)
             if not pump.done():
                 self._ended("client_left")
+        except TimeoutError:  # of a comment that nobody reads
+            self._ended("slow_reader")
         except _ClientLeftError:
             self._ended("client_left")  # the finally below ends the generation
         except asyncio.CancelledError:
@@ -141,7 +148,7 @@ class EventStream:
             async with aclosing(self._frames):
                 async for frames in self._frames:
                     if frames:
-                        await self._send(send, b"".join(frames))
+                        await self._send(send, frames[0] if len(frames) == 1 else b"".join(frames))
         except _ClientLeftError:
             self._ended("client_left")
         except ClientError as failure:
@@ -170,20 +177,35 @@ class EventStream:
         self._on_end(how)
         self._on_end = _told
 
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment; the pump waits for its end, so that it cannot run into a frame."""
+        self._comment = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await self._write(send, KEEP_ALIVE, more=True)
+        finally:
+            self._comment.set_result(None)
+            self._comment = None
+
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        async with self._writing:
-            self._write_began = asyncio.get_running_loop().time()
-            try:
-                if not self._committed:
-                    self._committed = True
-                    await send(
-                        {"type": "http.response.start", "status": 200, "headers": self._headers}
-                    )
-                self._finished = not more
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-            except OSError as error:
-                raise _ClientLeftError from error
-            self._last_sent = asyncio.get_running_loop().time()
+        if self._comment is not None:
+            await asyncio.shield(self._comment)
+        self._sending = True
+        try:
+            await self._write(send, data, more=more)
+        finally:
+            self._sending = False
+
+    async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
+        self._last_sent = self._loop.time()
+        try:
+            if not self._committed:
+                self._committed = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            self._finished = not more
+            await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
+        except OSError as error:
+            raise _ClientLeftError from error
 
 
 def _told(_: str) -> None:

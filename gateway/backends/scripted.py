@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -211,9 +212,14 @@ class ScriptedBackend:
         usage = Usage(len(request.prompt_ids), len(token_ids))
         live = self._live[request.id] = _Live()
         self._prompt_tokens += len(request.prompt_ids)
+        pause = line.delay_ms / 1000
         try:
             for start in range(0, len(token_ids), line.tokens_per_step):
-                if await _set_within(live.ended, line.delay_ms / 1000):
+                if pause:
+                    await _set_within(live.ended, pause)
+                else:
+                    await asyncio.sleep(0)  # others get their turn
+                if live.ended.is_set():
                     break
                 step = token_ids[start : start + line.tokens_per_step]
                 self._steps += 1
@@ -315,13 +321,8 @@ def _certain(token_ids: tuple[int, ...], top: int | None) -> tuple[TokenLogprob,
     return tuple(TokenLogprob(0.0, ((token_id, 0.0),) if top else ()) for token_id in token_ids)
 
 
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event, or let others run once and look where there is no time to wait."""
-    if not seconds:
-        await asyncio.sleep(0)
-        return event.is_set()
-    try:
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, so long at most."""
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
+            await event.wait()

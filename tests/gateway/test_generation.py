@@ -121,11 +121,10 @@ class TestDeadlines:
         async def main() -> list[bool]:
             given_up: list[int] = []
             deadline = Deadline(Limits(60, 0.03, 60), lambda: given_up.append(1))
-            deadline.wait()
-            deadline.step()
+            deadline.steps += 1
             await asyncio.sleep(0.1)  # nobody waits
             idle = bool(given_up)
-            deadline.wait()
+            deadline.waiting = True
             await asyncio.sleep(0.1)
             deadline.close()
             return [idle, bool(given_up)]
@@ -138,10 +137,10 @@ class TestDeadlines:
         async def main() -> list[int]:
             given_up: list[int] = []
             deadline = Deadline(Limits(0.5, 0.1, 60), lambda: given_up.append(1))
+            deadline.waiting = True
             for _ in range(20):
-                deadline.wait()
                 await asyncio.sleep(0.01)
-                deadline.step()
+                deadline.steps += 1
             deadline.close()
             await asyncio.sleep(0.15)  # a closed one never fires
             return given_up

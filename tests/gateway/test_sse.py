@@ -44,6 +44,7 @@ def stream(source: Source, keep_alive: float = 30.0, **headers: str) -> EventStr
         fail=lambda failure: [b"FAIL " + failure.message.encode(), b" END"],
         refuse=lambda error: error_response(Call("id", "chat", "/"), error),
         keep_alive_seconds=keep_alive,
+        stall_seconds=30.0,
         headers=headers,
     )
 
@@ -369,10 +370,74 @@ def test_refusals_are_whole_replies() -> None:
     async def main() -> int:
         one = EventStream(
             Source(ServerError("x", status=507)).frames(),
-            fail=lambda message: [],
+            fail=lambda failure: [],
             refuse=lambda error: Response(status_code=error.status),
             keep_alive_seconds=1,
+            stall_seconds=1,
         )
         return (await RawCall(one, "/", b"").start())[0]
 
     assert run(main()) == 507
+
+
+def test_a_comment_that_nobody_reads_gives_the_reader_up() -> None:
+    """A reader that stops while nothing is said is noticed too, and its source is closed."""
+    how: list[str] = []
+
+    async def main() -> None:
+        source = Source()
+        one = EventStream(
+            source.frames(),
+            fail=lambda failure: [],
+            refuse=lambda error: error_response(Call("id", "chat", "/"), error),
+            keep_alive_seconds=0.02,
+            stall_seconds=0.1,
+            on_end=how.append,
+        )
+        never = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        async def receive() -> Any:
+            await never.wait()
+
+        await one({"type": "http"}, receive, send)
+        assert source.closed == 1
+
+    run(main())
+    assert how == ["slow_reader"]
+
+
+def test_how_a_stream_ended_is_told_once() -> None:
+    """A client that left, a fault, and nothing for a stream that ended by itself."""
+
+    def ends(*steps: Any, leave: bool = False) -> list[str]:
+        how: list[str] = []
+
+        async def main() -> None:
+            one = EventStream(
+                Source(*steps).frames(),
+                fail=lambda failure: [b"x"],
+                refuse=lambda error: error_response(Call("id", "chat", "/"), error),
+                keep_alive_seconds=30,
+                stall_seconds=30,
+                on_end=how.append,
+            )
+            call = RawCall(one, "/", b"")
+            if leave:
+                await call.start()
+                call.leave()
+                await call.task
+            else:
+                await call.start()
+                await call.rest()
+
+        run(main())
+        return how
+
+    assert ends([b"a"], None) == []
+    assert ends([b"a"], leave=True) == ["client_left"]
+    assert ends([b"a"], ServerError("x", code="broke")) == ["broke"]
+    assert ends(ServerError("x", code="broke")) == ["broke"]
