@@ -26,11 +26,12 @@ from conformance.protocols.render import render
 from conformance.report import badge, diff, junit, markdown, page, record, terminal
 from conformance.runner import Options, Run, run
 from conformance.upstream import Upstream
+from conformance.vocabulary import Vocabulary, VocabularyError
 
 OK, FOUND, MISUSE = 0, 1, 2
 
 # Features that few endpoints have: cases that need one are skipped unless --supported names it.
-OPT_IN = {"v4-tokenizer", "context-32k"}
+OPT_IN = {"v4-tokenizer", "context-32k", "token-ids"}
 
 
 class MisuseError(Exception):
@@ -49,7 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.act(arguments))
-    except (MisuseError, load.CaseError, baseline.BaselineError, record.ReportError) as error:
+    except (
+        MisuseError,
+        load.CaseError,
+        baseline.BaselineError,
+        record.ReportError,
+        VocabularyError,
+    ) as error:
         print(f"bathyal-conform: {error}", file=sys.stderr)
         return MISUSE
     except BrokenPipeError:
@@ -125,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("scripts", help="write the model outputs for a scripted server")
     command.set_defaults(act=_scripts)
     command.add_argument("--out", type=Path, required=True, help="JSON lines, one per output")
+    command.add_argument(
+        "--tokenizer", type=Path, help="the server's tokenizer.json, for outputs that are no text"
+    )
     _selection(command)
 
     command = commands.add_parser("import-canitoolcall", help="turn its fixtures into parse cases")
@@ -244,6 +254,7 @@ async def _against(
         seed=arguments.seed,
         unsupported=_unsupported(arguments, todo),
         before=upstream.play if upstream else None,
+        left=upstream.left if upstream else None,
         parse_path=arguments.parse_path,
         parser=arguments.parser,
     )
@@ -337,7 +348,8 @@ def _page(arguments: argparse.Namespace) -> int:
 
 def _scripts(arguments: argparse.Namespace) -> int:
     todo = load.variants(_selected(arguments))
-    arguments.out.write_bytes(scripts.dump(todo))
+    vocabulary = Vocabulary(arguments.tokenizer) if arguments.tokenizer else None
+    arguments.out.write_bytes(scripts.dump(todo, vocabulary))
     return OK
 
 

@@ -88,7 +88,9 @@ def _case(raw: Mapping[str, Any], path: Path) -> Case:
     for key in ("source", "expect", "tier"):
         if key not in raw:
             raise CaseError(f"{path}: case {name}: {key!r} is missing, here and in the defaults")
-    script = Script(**raw["script"]) if "script" in raw else None
+    script = None
+    if "script" in raw:
+        script = Script(**raw["script"] | {"bytes": tuple(raw["script"].get("bytes", ()))})
     if raw["tier"] in {"scripted", "agents", "prompt"} and script is None:
         script = Script("R</think>ok" if raw.get("request", {}).get("thinking") else "ok")
     request = dict(raw.get("request", {}))

@@ -16,6 +16,7 @@ Protocol = Literal["chat", "responses", "messages", "parse"]
 Mode = Literal["stream", "whole"]
 Dialect = Literal["v4.1", "v4"]
 Tier = Literal["live", "scripted", "parse", "agents", "prompt"]
+Action = Literal["send", "leave", "abandon", "follow"]
 
 # "parse" is no protocol of the wire but the native parsing endpoints; only its tier uses it.
 PROTOCOLS: tuple[Protocol, ...] = ("chat", "responses", "messages")
@@ -58,12 +59,15 @@ class Script:
         output: Text in the V4.1 spelling, beginning where generation begins (inside the thinking
             section when thinking is on). The spellings of special tokens mean those tokens.
         raw: True when marker spellings in `output` are plain text and not special tokens.
+        bytes: What U+FFFD in `output` stands for: bytes that are no character, a token each. They
+            can be played as token ids only.
         finish: What the engine reports: "stop", "length" or "error" (a fault in the middle).
         delay_ms: Pause between two tokens, milliseconds.
     """
 
     output: str
     raw: bool = False
+    bytes: tuple[int, ...] = ()
     finish: Literal["stop", "length", "error"] = "stop"
     delay_ms: int = 0
 
@@ -83,7 +87,9 @@ class Case:
         request: Neutral request, see docs/conformance.md.
         script: Model output to play; None in tiers that play none.
         expect: Tuple of acceptable results; one of them has to be met.
-        action: What the client does: "send" the request, or "leave" in the middle of the reply.
+        action: What the client does: "send" the request; "leave" in the middle of the reply and
+            send it again; "abandon" it after its first bytes; "follow" the reply up with a second
+            request that names it.
         needs: Features the endpoint may declare as unsupported; then the case is skipped.
         exempt: Slugs of checks that do not apply, each with the reason.
         file: File the case was read from, for messages.
@@ -101,7 +107,7 @@ class Case:
     request: Mapping[str, Any]
     script: Script | None
     expect: tuple[Mapping[str, Any], ...]
-    action: Literal["send", "leave"]
+    action: Action
     needs: tuple[str, ...]
     exempt: Mapping[str, str]
     file: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from conformance.client import Exchange, Request, Sender
 from conformance.model import Level, Outcome, Result, Variant, Verdict
 from conformance.protocols import observation
 from conformance.protocols.observation import Observation
-from conformance.protocols.render import OBSERVERS, render
+from conformance.protocols.render import OBSERVERS, follow, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Options:
         seed: Sent with live requests, plus the number of the repeat.
         unsupported: Features the endpoint declares not to have; cases that need one are skipped.
         before: Called with each variant before it is sent (an upstream chooses its script here).
+        left: Tells whether the engine sees that it was abandoned within so many seconds; None
+            where nobody can tell, and such variants are skipped.
         parse_path: Path of the native parsing endpoint.
         parser: Name of the parser to ask it for.
     """
@@ -43,6 +45,7 @@ class Options:
     seed: int = 0
     unsupported: frozenset[str] = frozenset()
     before: Callable[[Variant], None] | None = None
+    left: Callable[[float], Awaitable[bool]] | None = None
     parse_path: str = "/parse_function_call"
     parser: str = "deepseekv4"
 
@@ -138,6 +141,9 @@ async def _variant(
     if missing:
         reason = f"declared unsupported: {', '.join(sorted(missing))}"
         return Result(variant, [_outcome(variant, "case", Verdict.SKIP, reason)]), None
+    if variant.case.action == "abandon" and options.left is None:
+        reason = "only an engine that the suite serves (--upstream) shows whether it is told"
+        return Result(variant, [_outcome(variant, "case", Verdict.SKIP, reason)]), None
     began = time.perf_counter()
     live = variant.case.tier == "live"
     rounds: list[list[Outcome]] = []
@@ -172,11 +178,23 @@ async def observe(
         request = replace(request, path=options.parse_path, body=orjson.dumps(body))
     if options.before is not None:
         options.before(variant)
-    exchange = await sender.send(request)
+    left: bool | None = None
+    if variant.case.action == "abandon":
+        exchange = await sender.send(replace(request, leave_after=1))
+        left = await options.left(5.0) if options.left else None
+    else:
+        exchange = await sender.send(request)
     if variant.case.action == "leave":
         exchange = await _leave(request, sender, exchange, options, variant)
     seen = observation.read(variant, body, exchange)
+    seen.engine_left = left
     OBSERVERS[variant.protocol](seen)
+    if variant.case.action == "follow" and seen.answered:
+        request, body = follow(seen, request)
+        if options.before is not None:
+            options.before(variant)
+        seen = observation.read(variant, body, await sender.send(request))
+        OBSERVERS[variant.protocol](seen)
     return seen
 
 

@@ -36,6 +36,8 @@ class Upstream:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self._vocabulary = Vocabulary(tokenizer) if tokenizer else None
         self._variant: Variant | None = None
+        self._left = asyncio.Event()
+        self._playing: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -44,16 +46,39 @@ class Upstream:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def aclose(self) -> None:
-        """Stops listening."""
+        """Stops listening, and ends replies that are still being played."""
         if self._server is not None:
             self._server.close()
+            for task in self._playing:
+                task.cancel()
+            await asyncio.gather(*self._playing, return_exceptions=True)
             await self._server.wait_closed()
 
     def play(self, variant: Variant) -> None:
         """Makes this variant's output the one that is played next."""
         self._variant = variant
+        self._left.clear()
+
+    async def left(self, within_s: float) -> bool:
+        """Waits until the server under test hangs up on a reply that is being played.
+
+        Args:
+            within_s: Seconds to wait at most.
+
+        Returns:
+            Whether it did.
+        """
+        try:
+            await asyncio.wait_for(self._left.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # a connection is served in a task of its own
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             path = head[0].split(" ")[1].split("?")[0]
@@ -67,9 +92,17 @@ class Upstream:
             )
             body = orjson.loads(await reader.readexactly(size) or b"{}")
             self.requests.append((path, body))
-            async for data in self._answer(path, body):
-                writer.write(data)
-                await writer.drain()
+            # Nobody sends more on this connection, so an end of file is a caller who hung up.
+            gone = asyncio.ensure_future(reader.read())
+            try:
+                async for data in self._answer(path, body):
+                    if gone.done():
+                        self._left.set()
+                        break
+                    writer.write(data)
+                    await writer.drain()
+            finally:
+                gone.cancel()
         except (ConnectionError, asyncio.IncompleteReadError, orjson.JSONDecodeError):
             pass  # the server under test left, or sent no JSON: its fault shows in its own reply
         finally:
@@ -118,7 +151,7 @@ class Upstream:
         text = respell(script.output, variant.dialect or "v4.1")
         if self._vocabulary is None:
             return [(text[n : n + 4], []) for n in range(0, len(text), 4)], script.finish
-        ids = self._vocabulary.encode(text, special=not script.raw)
+        ids = self._vocabulary.encode(text, special=not script.raw, insert=bytes(script.bytes))
         return [("", [number]) for number in ids], script.finish
 
     def _completions(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -55,19 +55,25 @@ class Vocabulary:
             raise VocabularyError(f"{path}: no piece for byte {missing[0]}")
         self._longest = min(32, max(map(len, self._pieces)))
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, insert: bytes = b"") -> list[int]:
         """Ids whose bytes are `text`.
 
         Args:
             text: Any text.
             special: Whether spellings of special tokens mean those tokens.
+            insert: Bytes that take the place of U+FFFD in `text`, one token each; none leaves
+                the character as it is.
         """
         ids: list[int] = []
         for piece, is_special in split_special(text) if special else [(text, False)]:
             if is_special and piece in self._special:
                 ids.append(self._special[piece])
-            else:
-                ids += self._plain(piece.encode())
+                continue
+            parts = piece.split("\ufffd") if insert else [piece]
+            for number, part in enumerate(parts):
+                if number:
+                    ids += [self._pieces[bytes([byte])] for byte in insert]
+                ids += self._plain(part.encode())
         return ids
 
     def _plain(self, data: bytes) -> list[int]:

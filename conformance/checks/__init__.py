@@ -2,6 +2,7 @@
 
 from conformance.checks import (
     arguments,
+    choices,
     cross,
     errors,
     expected,
@@ -17,6 +18,7 @@ __all__ = [
     "CHECKS",
     "Check",
     "arguments",
+    "choices",
     "cross",
     "errors",
     "expected",

@@ -171,7 +171,7 @@ def lookup(value: Any, path: str) -> Any:
 @check("expect/document", kind="any", when=_names("document_has"))
 def document(seen: Observation) -> Iterator[str]:
     """The JSON document holds the wanted values."""
-    for path, want in nearest(seen)["document_has"].items():
+    for path, want in nearest(seen).get("document_has", {}).items():
         got = lookup(seen.document, path)
         fits = {"<text>": bool(text(got)), "<count>": count(got) is not None}
         if not fits.get(want, got == want):

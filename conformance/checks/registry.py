@@ -14,7 +14,7 @@ from typing import Literal
 from conformance.model import Finding, Level, Mode, Protocol
 from conformance.protocols.observation import Observation
 
-Kind = Literal["answer", "error", "any"]
+Kind = Literal["answer", "error", "any", "abandoned"]
 Body = Callable[[Observation], Iterable[Finding | str]]
 
 
@@ -26,7 +26,8 @@ class Check:
         slug: Stable name.
         level: The level it is judged at; a SHOULD case lowers it, nothing raises it.
         why: One sentence.
-        kind: Replies it applies to: model output (200), errors, or any.
+        kind: Replies it applies to: model output (200), errors, any, or those the client gave up,
+            of which nothing else is judged.
         protocols, modes: Variants it applies to, empty for all.
         when: Further condition on the observation.
         body: The judgement.
@@ -44,6 +45,8 @@ class Check:
     def applies(self, seen: Observation) -> bool:
         """Says whether the check has something to judge in this reply."""
         variant = seen.variant
+        if (self.kind == "abandoned") != (variant.case.action == "abandon"):
+            return False
         if self.protocols and variant.protocol not in self.protocols:
             return False
         if self.modes and variant.mode not in self.modes:

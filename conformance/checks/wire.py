@@ -110,6 +110,41 @@ def incremental(seen: Observation) -> Iterator[str]:
         yield f"first frames after {first:.3f} s, the last after {last:.3f} s: a lump"
 
 
+def _long(seen: Observation) -> bool:
+    """A live reply of some length that took a while: only there a lump can be told."""
+    words = seen.usages[-1].completion if seen.usages else None
+    return (
+        _healthy(seen)
+        and seen.variant.case.tier == "live"
+        and (words or 0) >= 16
+        and len(seen.frames) > 1
+        and seen.exchange.arrival(seen.frames[-1].end) >= 0.2
+    )
+
+
+@check("stream/first-before-last", modes=STREAM, when=_long)
+def first_before_last(seen: Observation) -> Iterator[str]:
+    """The first fragment is on its way before the last token is made."""
+    # Sixteen tokens within 5 ms, in a reply that took 200 ms, were collected and not streamed.
+    first = seen.exchange.arrival(seen.frames[1].end)
+    last = seen.exchange.arrival(seen.frames[-1].end)
+    if last - first < 0.005:
+        yield f"all frames arrived together after {last:.3f} s"
+
+
+@check(
+    "cancel/engine-stops",
+    kind="abandoned",
+    when=lambda seen: seen.engine_left is not None,
+)
+def engine_stops(seen: Observation) -> Iterator[str]:
+    """When the client hangs up, the server hangs up on its engine, which else works for nobody."""
+    if seen.exchange.status != 200:
+        yield f"expected status 200 before hanging up, got {seen.exchange.status}"
+    elif not seen.engine_left:
+        yield "the engine was not told within 5 s that nobody listens any more"
+
+
 for _slug, _why in {
     "chat/chunk/envelope": "Each chunk has object, id, created, model and choices of the right type.",
     "chat/chunk/same-completion": "id, created and model are the same in every chunk.",
@@ -164,6 +199,11 @@ for _slug, _why in {
 grammar(
     "responses/item/shape",
     "Items carry id and type; calls carry call_id, name and argument text.",
+    protocols=["responses"],
+)
+grammar(
+    "responses/item/tool-kind",
+    "A custom tool is called by a custom_tool_call, a function by a function_call.",
     protocols=["responses"],
 )
 grammar(

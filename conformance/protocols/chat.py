@@ -17,7 +17,7 @@ FINISHES = {"stop", "tool_calls", "length", "content_filter", "function_call"}
 def observe(seen: Observation) -> None:
     """Fills `seen` from its frames or its document."""
     if seen.streamed:
-        _stream(seen)
+        _streams(seen)
     elif seen.document is not None:
         seen.error = seen.document.get(
             "error", seen.document if seen.exchange.status >= 400 else None
@@ -36,6 +36,50 @@ def usage(raw: Any) -> Usage:
         cached=count(table(block.get("prompt_tokens_details")).get("cached_tokens")),
         reasoning=count(table(block.get("completion_tokens_details")).get("reasoning_tokens")),
     )
+
+
+def asked(seen: Observation) -> int:
+    """Number of choices the request asks for; a mistaken n counts as one."""
+    wanted = count(seen.body.get("n"))
+    return wanted if wanted and wanted > 0 else 1
+
+
+def _streams(seen: Observation) -> None:
+    """Walks the stream of each choice by itself: they may interleave as they like."""
+    wanted = asked(seen)
+    if wanted == 1:
+        _stream(seen)
+        return
+    whole = seen.events
+    for index in range(wanted):
+        one = seen if index == 0 else Observation(seen.variant, seen.body, seen.exchange)
+        one.events = [
+            (number, part)
+            for number, chunk in whole
+            if (part := _of_choice(chunk, index, wanted)) is not None
+        ]
+        _stream(one)
+        if index:
+            seen.others.append(one)
+            seen.usages += one.usages
+            for slug, finding in one.violations:
+                seen.violate(slug, f"choice {index}: {finding.message}", finding.frame)
+    seen.events = whole
+
+
+def _of_choice(chunk: dict[str, Any], index: int, wanted: int) -> dict[str, Any] | None:
+    """The chunk as a stream of this choice alone has it; None where it says nothing of it."""
+    choices = chunk.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return chunk if index == 0 else None
+    kept = []
+    for choice in rows(choices):
+        place = choice.get("index")
+        if place == index:
+            kept.append(choice | {"index": 0})
+        elif index == 0 and place not in range(wanted):
+            kept.append(choice)  # belongs to nobody, which the first choice's walk reports
+    return chunk | {"choices": kept} if kept else None
 
 
 def _stream(seen: Observation) -> None:
@@ -68,6 +112,7 @@ def _stream(seen: Observation) -> None:
                     number,
                 )
             delta = table(choice.get("delta"))
+            seen.logprobs += rows(table(choice.get("logprobs")).get("content"))
             if "role" in delta and delta["role"] is not None:
                 roles += 1
                 if roles > 1:
@@ -189,37 +234,49 @@ def _whole(seen: Observation, document: dict[str, Any]) -> None:
     if count(document.get("created")) is None:
         seen.violate(slug, f"created is {document.get('created')!r}")
     choices = rows(document.get("choices"))
-    if len(choices) != 1:
-        seen.violate(slug, f"expected one choice, got {len(choices)}")
-    for choice in choices[:1]:
-        message = table(choice.get("message"))
-        if message.get("role") != "assistant":
-            seen.violate(slug, f"message.role is {message.get('role')!r}")
-        if "content" not in message:
-            seen.violate(slug, "message.content is missing (null is allowed beside calls)")
-        seen.content = text(message.get("content"))
-        reasoning = message.get("reasoning_content", message.get("reasoning"))
-        seen.reasoning = reasoning if isinstance(reasoning, str) else None
-        calls = message.get("tool_calls")
-        if calls == []:
-            seen.violate("chat/whole/no-empty-calls", "tool_calls is [], expected it to be absent")
-        for raw in rows(calls):
-            function = table(raw.get("function"))
-            if raw.get("type") != "function":
-                seen.violate(slug, f"tool_calls[].type is {raw.get('type')!r}")
-            if not isinstance(function.get("arguments"), str):
-                seen.violate(slug, "tool_calls[].function.arguments is no string")
-            seen.calls.append(
-                Call(
-                    text(raw.get("id")),
-                    text(function.get("name")),
-                    text(function.get("arguments")),
-                )
-            )
-        if choice.get("finish_reason") is not None:
-            seen.finish = text(choice["finish_reason"])
-            seen.finishes = 1
-            if seen.finish not in FINISHES:
-                seen.violate("chat/finish/known", f"finish_reason {seen.finish!r}")
+    wanted = asked(seen)
+    indexes = [choice.get("index") for choice in choices]
+    if indexes != list(range(wanted)):
+        seen.violate(slug, f"expected choices {list(range(wanted))}, got {indexes}")
     if document.get("usage") is not None:
         seen.usages.append(usage(document["usage"]))
+    for number, choice in enumerate(choices[:wanted]):
+        one = seen if number == 0 else Observation(seen.variant, seen.body, seen.exchange)
+        _whole_choice(one, choice)
+        if number:
+            seen.others.append(one)
+            seen.violations += one.violations
+
+
+def _whole_choice(seen: Observation, choice: dict[str, Any]) -> None:
+    slug = "chat/whole/shape"
+    seen.logprobs += rows(table(choice.get("logprobs")).get("content"))
+    message = table(choice.get("message"))
+    if message.get("role") != "assistant":
+        seen.violate(slug, f"message.role is {message.get('role')!r}")
+    if "content" not in message:
+        seen.violate(slug, "message.content is missing (null is allowed beside calls)")
+    seen.content = text(message.get("content"))
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    seen.reasoning = reasoning if isinstance(reasoning, str) else None
+    calls = message.get("tool_calls")
+    if calls == []:
+        seen.violate("chat/whole/no-empty-calls", "tool_calls is [], expected it to be absent")
+    for raw in rows(calls):
+        function = table(raw.get("function"))
+        if raw.get("type") != "function":
+            seen.violate(slug, f"tool_calls[].type is {raw.get('type')!r}")
+        if not isinstance(function.get("arguments"), str):
+            seen.violate(slug, "tool_calls[].function.arguments is no string")
+        seen.calls.append(
+            Call(
+                text(raw.get("id")),
+                text(function.get("name")),
+                text(function.get("arguments")),
+            )
+        )
+    if choice.get("finish_reason") is not None:
+        seen.finish = text(choice["finish_reason"])
+        seen.finishes = 1
+        if seen.finish not in FINISHES:
+            seen.violate("chat/finish/known", f"finish_reason {seen.finish!r}")

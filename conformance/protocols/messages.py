@@ -36,6 +36,9 @@ def observe(seen: Observation) -> None:
             _whole(seen, seen.document)
         else:
             seen.error = seen.document.get("error", seen.document)
+            counted = count(seen.document.get("input_tokens"))
+            if counted is not None:  # a page of the token counter
+                seen.usages.append(Usage(prompt=counted))
 
 
 def usage(raw: Any) -> Usage:

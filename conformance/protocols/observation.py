@@ -67,6 +67,10 @@ class Observation:
         finish: "stop", "tool_calls", "length", "content_filter", another value as sent, or None.
         finishes: Number of times an end was declared.
         usages: Every usage report, in order.
+        logprobs: Entries of choices[].logprobs.content, as sent.
+        others: With n > 1, what the choices after the first say, in order.
+        engine_left: Whether the engine behind the server saw the reply abandoned; None where
+            nobody looked.
         error: The error object, if the reply is one or a stream carried one.
         violations: Breaches of the protocol's grammar: (check slug, finding).
         strings: Every text sent, with a name of its place, for leak checks.
@@ -86,6 +90,9 @@ class Observation:
     finish: str | None = None
     finishes: int = 0
     usages: list[Usage] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    others: list[Observation] = field(default_factory=list)
+    engine_left: bool | None = None
     error: Any = None
     violations: list[tuple[str, Finding]] = field(default_factory=list)
 
@@ -125,6 +132,8 @@ class Observation:
         for number, call in enumerate(self.calls):
             found += [(f"calls[{number}].name", call.name), (f"calls[{number}].id", call.id)]
             found.append((f"calls[{number}].arguments", call.arguments))
+        for number, other in enumerate(self.others, 1):
+            found += [(f"choice {number}: {place}", said) for place, said in other.strings]
         return found
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -32,7 +33,8 @@ OBSERVERS: Mapping[Protocol, Callable[[Observation], None]] = {
     "messages": messages.observe,
     "parse": parse.observe,
 }
-MAX_TOKENS = 4096  # Messages requires a bound; roomy enough to cut nothing
+# Messages requires a bound: roomy enough to cut no script, small enough for a small context.
+MAX_TOKENS = 1536
 
 
 def render(
@@ -81,6 +83,27 @@ def render(
         content, body = neutral["body_text"].encode("latin-1"), {}
     path = neutral.get("path", PATHS[variant.protocol])
     return Request(neutral.get("method", "POST"), path, headers, content), body
+
+
+def follow(seen: Observation, request: Request) -> tuple[Request, dict[str, Any]]:
+    """Renders the second request of a case that follows a stored Responses reply up.
+
+    Args:
+        seen: The first reply; its id is named, and `$0` in the case's `follow` means its first
+            call's id.
+        request: The first request.
+
+    Returns:
+        The second request and its body.
+    """
+    whole = seen.document or next((e["response"] for _, e in seen.events if "response" in e), {})
+    turns = orjson.dumps(seen.variant.case.request["follow"]).decode()
+    turns = turns.replace("$0", seen.calls[0].id if seen.calls else "")
+    body = dict(seen.body) | {
+        "previous_response_id": whole.get("id"),
+        "input": _responses({"turns": orjson.loads(turns)}, [])["input"],
+    }
+    return replace(request, body=orjson.dumps(body)), body
 
 
 def _tool(entry: str | Mapping[str, Any], tools: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

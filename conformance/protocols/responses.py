@@ -286,6 +286,14 @@ def _take_response(seen: Observation, response: dict[str, Any]) -> None:
             seen.add_reasoning(_item_text(item, "content") or _item_text(item, "summary"))
         elif kind in {"function_call", "custom_tool_call"}:
             key = "arguments" if kind == "function_call" else "input"
+            declared = next(
+                (t for t in rows(seen.body.get("tools")) if t.get("name") == item.get("name")), {}
+            )
+            if (declared.get("type") == "custom") != (kind == "custom_tool_call") and declared:
+                seen.violate(
+                    "responses/item/tool-kind",
+                    f"a {kind} of {item.get('name')!r}, a tool of type {declared.get('type')!r}",
+                )
             if not isinstance(item.get(key), str) or not text(item.get("call_id")):
                 seen.violate("responses/item/shape", f"{kind} without call_id or {key} text")
             seen.calls.append(

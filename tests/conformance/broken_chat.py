@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tests.conformance.correct_server import Frames
+from tests.conformance.correct_wire import Frames
 from tests.conformance.faults import broken, fragments, going_on, opening
 
 # chat streams
@@ -211,3 +211,55 @@ def _(document: dict[str, Any]) -> dict[str, Any]:
 def _(document: dict[str, Any]) -> dict[str, Any]:
     document["choices"][0]["message"].setdefault("tool_calls", [])
     return document
+
+
+# several choices, logprobs
+
+
+@broken("frames", "chat-one-choice-for-two", "choices/all", protocol="chat")
+def _(frames: Frames) -> Frames:
+    return [
+        frame
+        for frame in frames
+        if not frame[1].get("choices") or frame[1]["choices"][0]["index"] == 0
+    ]
+
+
+@broken("frames", "chat-choices-share-a-parser", "choices/independent", protocol="chat")
+def _(frames: Frames) -> Frames:
+    for _, chunk in frames:
+        for choice in chunk.get("choices", ()):
+            if choice["index"] == 1 and "reasoning_content" in choice["delta"]:
+                choice["delta"]["content"] = choice["delta"].pop("reasoning_content")
+    return frames
+
+
+@broken("document", "chat-choices-share-ids", "choices/ids-distinct", protocol="chat")
+def _(document: dict[str, Any]) -> dict[str, Any]:
+    for choice in document["choices"]:
+        for call in choice["message"].get("tool_calls", ()):
+            call["id"] = "call_00_same"
+    return document
+
+
+def _entries(frames: Frames) -> list[dict[str, Any]]:
+    return [
+        entry
+        for _, chunk in frames
+        for choice in chunk.get("choices", ())
+        for entry in (choice["logprobs"] or {}).get("content", ())
+    ]
+
+
+@broken("frames", "chat-logprob-is-a-probability", "logprobs/entries", protocol="chat")
+def _(frames: Frames) -> Frames:
+    for entry in _entries(frames):
+        entry["logprob"] = 0.9
+    return frames
+
+
+@broken("frames", "chat-logprobs-cut-characters", "logprobs/join", protocol="chat")
+def _(frames: Frames) -> Frames:
+    for entry in _entries(frames):
+        entry["bytes"] = list(bytes(entry["bytes"]).decode(errors="ignore").encode())
+    return frames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.correct_server import Frames
+from tests.conformance.correct_wire import Frames
 from tests.conformance.faults import broken, of, without
 
 # Responses streams
@@ -231,3 +231,13 @@ def _(frames: Frames) -> Frames:
 @broken("document", "messages-whole-type", "messages/whole/shape", protocol="messages")
 def _(document: dict[str, Any]) -> dict[str, Any]:
     return document | {"type": "completion"}
+
+
+@broken(
+    "document", "responses-custom-as-function", "responses/item/tool-kind", protocol="responses"
+)
+def _(document: dict[str, Any]) -> dict[str, Any]:
+    for item in document["output"]:
+        if item["type"] == "custom_tool_call":
+            item["type"], item["arguments"] = "function_call", item.pop("input")
+    return document

@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from tests.conformance import broken_chat, broken_events
-from tests.conformance.correct_server import Plan, Reply
+from tests.conformance.correct_server import Reply
+from tests.conformance.correct_wire import Plan
 from tests.conformance.faults import BROKEN, broken
 
 # what is said, in every protocol
@@ -276,6 +277,18 @@ def _(reply: Reply) -> Reply:
 def _(reply: Reply) -> Reply:
     reply.headers.pop("cache-control", None)
     return reply
+
+
+@broken("reply", "live-lump-at-the-end", "stream/first-before-last")
+def _(reply: Reply) -> Reply:
+    if reply.headers["content-type"].startswith("text/event-stream"):
+        reply.chunks, reply.pause_s = [b"".join(reply.chunks)], 0.5
+    return reply
+
+
+@broken("engine", "engine-runs-on", "cancel/engine-stops")
+def _() -> bool:
+    return False
 
 
 __all__ = ["BROKEN", "broken_chat", "broken_events"]

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.conformance.correct_server import Frames, Mutation, Plan, Reply
+from tests.conformance.correct_server import Mutation, Reply
+from tests.conformance.correct_wire import Frames, Plan
 
-Layer = Literal["plan", "frames", "document", "error", "reply"]
+Layer = Literal["plan", "frames", "document", "error", "reply", "engine"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Broken(Mutation):
 
     def reply(self, protocol: str, reply: Reply) -> Reply:
         return self.fault(reply) if self._at("reply", protocol) else reply
+
+    def engine_left(self) -> bool:
+        return bool(self.fault()) if self.layer == "engine" else True
 
 
 BROKEN: dict[str, Broken] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from conformance.checks import CHECKS
 from conformance.checks.cross import CROSS
@@ -32,7 +33,8 @@ def seen_by(
     mutation: Mutation | None, cases: list[Case], todo: Sequence[Variant]
 ) -> dict[str, str]:
     """Slugs of the checks that warn or fail, each with an example, against one server."""
-    result = asyncio.run(run(todo, CorrectServer(cases, mutation), OPTIONS))
+    server = CorrectServer(cases, mutation)
+    result = asyncio.run(run(todo, server, replace(OPTIONS, left=server.left)))
     bad = {Verdict.WARN, Verdict.FAIL, Verdict.ERROR}
     return {
         outcome.check: f"{outcome.variant}: {outcome.message}"

@@ -1,7 +1,8 @@
 """The suite against two servers it did not make: the bare codec, and this project's gateway.
 
 Each has a file of expected failures. So the cases' expectations are tested by the official codec
-for all three protocols, and an entry that no longer fails is an error here.
+for all three protocols, and an entry that no longer fails is an error here. The gateway also gets
+what needs a tokenizer: outputs given as token ids, and the table of its prompts' sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 
 from conformance import baseline, load, scripts
@@ -22,9 +24,14 @@ from conformance.client import HttpSender
 from conformance.model import PROTOCOLS, Case, Protocol
 from conformance.report import record, terminal
 from conformance.runner import Options, Run, run
+from conformance.vocabulary import Vocabulary
+from tests.conformance import prompt_table
 
 HERE = Path(__file__).parent
 BARE = "tests.conformance.codec_server"
+TOKENIZER = HERE.parents[1] / "engine/checkpoints/tiny/tokenizer.json"
+PROMPTS = HERE.parent / "data/prompt_tiny.json"
+BEYOND = frozenset({"v4-tokenizer", "context-32k"})  # what neither server has
 
 
 @contextmanager
@@ -50,13 +57,12 @@ def serving(command: list[str], port: int) -> Iterator[str]:
 
 
 def against(
-    url: str, cases: list[Case], protocols: tuple[Protocol, ...], model: str, expected: str
+    url: str, cases: list[Case], model: str, expected: str, unsupported: frozenset[str]
 ) -> Run:
+    protocols: tuple[Protocol, ...] = (*PROTOCOLS, "parse")
     todo = load.variants(cases, protocols=protocols)
     entries = baseline.read(HERE / expected)
-    options = Options(
-        model=model, concurrency=4, unsupported=frozenset({"v4-tokenizer", "context-32k"})
-    )
+    options = Options(model=model, concurrency=4, unsupported=unsupported)
 
     async def go() -> Run:
         sender = HttpSender(url)
@@ -75,10 +81,10 @@ def against(
 
 
 @pytest.fixture
-def played(cases: list[Case], tmp_path: Path) -> tuple[list[Case], Path]:
-    chosen = load.select(cases, tiers=["scripted", "agents", "prompt"])
+def played(tmp_path: Path) -> tuple[list[Case], Path]:
+    chosen = load.select(load.load_cases([PROMPTS]), tiers=["scripted", "agents", "prompt"])
     path = tmp_path / "scripts.jsonl"
-    path.write_bytes(scripts.dump(load.variants(chosen)))
+    path.write_bytes(scripts.dump(load.variants(chosen), Vocabulary(TOKENIZER)))
     return chosen, path
 
 
@@ -95,19 +101,48 @@ def test_bare_codec_fails_as_known(played: tuple[list[Case], Path]) -> None:
     """The official codec meets the suite but for the entries of codec.expected, all still true."""
     chosen, path = played
     port = free_port()
+    unsupported = BEYOND | {"token-ids", "tiny-tokenizer", "logprobs"}
     with serving([BARE, "--scripts", str(path), "--port", str(port)], port) as url:
-        found = against(url, chosen, PROTOCOLS, "m", "codec.expected")
+        found = against(url, chosen, "m", "codec.expected", unsupported)
 
     assert not found.failed, "\n".join(terminal.lines(record.record(found)))
 
 
 @pytest.mark.slow
 def test_own_gateway_fails_as_known(played: tuple[list[Case], Path]) -> None:
-    """The gateway meets the suite on chat but for the entries of gateway.expected."""
+    """The gateway meets the suite in every protocol but for the entries of gateway.expected."""
     chosen, path = played
+    chosen = [*chosen, *load.select(load.load_cases(), tiers=["parse"])]
     port = free_port()
     command = ["gateway", "serve", "--backend", f"scripted:{path}", "--port", str(port)]
     with serving(command, port) as url:
-        found = against(url, chosen, ("chat",), "bathyal-tiny", "gateway.expected")
+        found = against(url, chosen, "bathyal-tiny", "gateway.expected", BEYOND)
 
     assert not found.failed, "\n".join(terminal.lines(record.record(found)))
+
+
+def test_prompt_table_is_fresh() -> None:
+    """The stored table is what the official codec counts with the shipped tokenizer today."""
+    made = prompt_table.dump(prompt_table.table(TOKENIZER, "v4.1", "prompt-tiny"))
+
+    assert made == PROMPTS.read_bytes()
+
+
+def test_prompt_table_depends_on_the_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer without merges needs more tokens for the same prompts."""
+    bytewise = orjson.loads(TOKENIZER.read_bytes())
+    bytewise["model"]["merges"] = []
+    letters = {piece: n for piece, n in bytewise["model"]["vocab"].items() if len(piece) == 1}
+    bytewise["model"]["vocab"] = letters
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(orjson.dumps(bytewise))
+    made = prompt_table.table(path, "v4.1", "prompt-tiny")
+    stored = orjson.loads(PROMPTS.read_bytes())
+    counts = [
+        {case["id"]: case["expect"]["prompt_tokens"] for case in data["cases"]}
+        for data in (made, stored)
+    ]
+
+    assert counts[0].keys() == counts[1].keys()
+    assert all(counts[0][name] >= counts[1][name] for name in counts[1])
+    assert counts[0]["prompt-tiny/one-tool"] > counts[1]["prompt-tiny/one-tool"]

@@ -14,11 +14,15 @@ BATCH = 60  # variants; a fault is mostly seen in the first batch, so few need m
 
 
 def in_order(cases: list[Case]) -> list[Variant]:
-    """Core cases first, then the small tiers, then the rest; all variants of a case together."""
-    rank = {"prompt": 1, "parse": 1, "live": 1}
-    ordered = sorted(
-        cases, key=lambda c: (0 if "core" in c.profiles else rank.get(c.tier, 2), c.id)
-    )
+    """Core cases first, then small groups, then the rest; all variants of a case together."""
+    small = {"prompt", "parse", "live", "choices", "faults"}
+
+    def rank(case: Case) -> int:
+        if "core" in case.profiles:
+            return 0
+        return 1 if small & {case.tier, *case.profiles} else 2
+
+    ordered = sorted(cases, key=lambda c: (rank(c), c.id))
     return variants(ordered, protocols=(*PROTOCOLS, "parse"))
 
 

@@ -13,13 +13,13 @@ import httpx
 import orjson
 import pytest
 
-from conformance import load, sse
+from conformance import load, scripts, sse
 from conformance.client import HttpSender
 from conformance.dialect import respell
-from conformance.model import Case, Variant, Verdict
+from conformance.model import Case, Result, Variant, Verdict
 from conformance.runner import Options, run
 from conformance.upstream import Upstream
-from conformance.vocabulary import _byte_letters
+from conformance.vocabulary import Vocabulary, _byte_letters
 
 
 def variant(cases: list[Case], name: str, **which: Any) -> Variant:
@@ -128,6 +128,100 @@ def test_chat_form_passes_the_suite_itself(cases: list[Case]) -> None:
         if o.verdict in {Verdict.FAIL, Verdict.ERROR}
     ]
     assert bad == []
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_engine_sees_whether_it_was_abandoned(cases: list[Case], passes_on: bool) -> None:
+    """A server that hangs up on its engine when its client left passes, one that reads on fails."""
+
+    async def go() -> Result:
+        upstream = Upstream()
+        await upstream.start()
+        relays: set[asyncio.Task[None]] = set()
+        writers: set[asyncio.StreamWriter] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Relays one exchange; the client's end of file ends it, or is not looked at."""
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            body = await reader.readexactly(size)
+            from_engine, to_engine = await asyncio.open_connection("127.0.0.1", upstream.port)
+            writers.update({writer, to_engine})
+            to_engine.write(head + body)
+
+            async def relay() -> None:
+                while data := await from_engine.read(65536):
+                    writer.write(data)
+
+            task = asyncio.ensure_future(relay())
+            relays.add(task)
+            if passes_on:
+                await reader.read()
+                task.cancel()
+                to_engine.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        sender = HttpSender(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        options = Options(
+            model="m", concurrency=1, before=upstream.play, left=lambda _: upstream.left(0.5)
+        )
+        try:
+            found = await run([variant(cases, "cancel/stops-engine")], sender, options)
+            return found.results[0]
+        finally:
+            server.close()
+            for task in relays:
+                task.cancel()
+            for writer in writers:
+                writer.close()
+            await asyncio.gather(*(w.wait_closed() for w in writers), return_exceptions=True)
+            await sender.aclose()
+            await upstream.aclose()
+
+    result = asyncio.run(go())
+
+    assert [o.check for o in result.outcomes] == ["cancel/engine-stops"]
+    assert result.verdict is (Verdict.PASS if passes_on else Verdict.FAIL)
+
+
+def test_abandoned_reply_is_skipped_without_an_engine_to_look_at(cases: list[Case]) -> None:
+    """Where the engine is not the suite's, the case is skipped with that reason."""
+
+    async def go() -> Result:
+        sender = HttpSender("http://127.0.0.1:9")
+        try:
+            found = await run([variant(cases, "cancel/stops-engine")], sender, Options(model="m"))
+            return found.results[0]
+        finally:
+            await sender.aclose()
+
+    result = asyncio.run(go())
+
+    assert result.verdict is Verdict.SKIP
+    assert "--upstream" in result.outcomes[0].message
+
+
+def test_bytes_that_are_no_text_are_played_as_ids(cases: list[Case], tmp_path: Path) -> None:
+    """U+FFFD in an output stands for the case's bytes, a token each, in both forms of playing."""
+
+    async def go(path: Path) -> list[dict[str, Any]]:
+        upstream = Upstream(tokenizer=path)
+        await upstream.start()
+        upstream.play(played)
+        try:
+            return frames(await ask(upstream, "/generate", {"stream": True}))
+        finally:
+            await upstream.aclose()
+
+    played = variant(cases, "half/before-text")
+    with tokenizer(tmp_path) as (path, known):
+        got = asyncio.run(go(path))
+        line = scripts.line(played, Vocabulary(path))
+    assert line is not None
+
+    assert b"".join(known[i] for i in got[-1]["output_ids"]) == b"\xf0\x92zz"
+    assert line["token_ids"] == got[-1]["output_ids"]
+    assert scripts.line(played) is None
 
 
 def test_fault_in_a_script_breaks_off(cases: list[Case]) -> None:
