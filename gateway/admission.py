@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
+import orjson
 from starlette.requests import Request
 
 from parsers import ClientError
@@ -64,3 +65,31 @@ def _too_large(limit: int) -> ClientError:
         code="request_too_large",
         param=None,
     )
+
+
+def check_counts(body: bytes, max_messages: int, max_tools: int) -> None:
+    """Refuse a body with more messages (or input items) or tools than the server takes.
+
+    What else is wrong with it the protocol's parser says.
+
+    Raises:
+        ClientError: 400, with the field, its limit and its length.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return
+    if not isinstance(fields, dict):
+        return
+    for name, most in (
+        ("messages", max_messages),
+        ("input", max_messages),
+        ("tools", max_tools),
+    ):
+        value = fields.get(name)
+        if isinstance(value, list) and len(value) > most:
+            raise ClientError(
+                f"{name}: expected at most {most} entries, got {len(value)}",
+                code="too_many_entries",
+                param=name,
+            )

@@ -21,14 +21,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway.admission import check_counts
 from gateway.background import Background, is_background, with_stream
 from gateway.call import Call
 from gateway.deadlines import Limits
-from gateway.errors import error_response, shutting_down
+from gateway.errors import error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
 from gateway.recorder import LentReasoning, Tape
 from gateway.service import Service, nobody_listens
-from gateway.sse import EventStream, until_disconnect
+from gateway.sse import KEEP_ALIVE, PING, EventStream, until_disconnect
 from gateway.store import StoreError
 from gateway.threads import THREAD_FROM_BYTES, in_thread
 from parsers import ClientError, Exchange, Protocol, ReasoningStore
@@ -132,7 +133,8 @@ class Endpoints:
             ClientDisconnect: the client left while sending.
         """
         service = self._service
-        codec = service.codec
+        if not service.serving:
+            raise not_served()
         body = await service.body(request)
         exchange_id = str(uuid4())
         reasoning: ReasoningStore = service.reasoning
@@ -144,14 +146,22 @@ class Endpoints:
             exchange_id = f"resp_{exchange_id.replace('-', '')}"
             exchange = await in_thread(self._open_stored, body, exchange_id, reasoning, call, tape)
         elif len(body) < THREAD_FROM_BYTES:
-            exchange = codec.open_exchange(
-                protocol, body, exchange_id=exchange_id, reasoning=reasoning
-            )
+            exchange = self._open_plain(protocol, body, exchange_id, reasoning)
         else:
-            exchange = await in_thread(
-                codec.open_exchange, protocol, body, exchange_id=exchange_id, reasoning=reasoning
-            )
+            exchange = await in_thread(self._open_plain, protocol, body, exchange_id, reasoning)
         return _Opened(exchange, exchange_id, tape, lent)
+
+    def _check(self, body: bytes) -> None:
+        settings = self._service.settings
+        check_counts(body, settings.max_messages, settings.max_tools)
+
+    def _open_plain(
+        self, protocol: Protocol, body: bytes, exchange_id: str, reasoning: ReasoningStore
+    ) -> Exchange:
+        self._check(body)
+        return self._service.codec.open_exchange(
+            protocol, body, exchange_id=exchange_id, reasoning=reasoning
+        )
 
     def _open_stored(
         self,
@@ -164,9 +174,8 @@ class Endpoints:
         """Open a Responses exchange with what the store holds for it; in a thread."""
         store = self._service.store
         if store is None:
-            return self._service.codec.open_exchange(
-                "responses", body, exchange_id=exchange_id, reasoning=reasoning
-            )
+            return self._open_plain("responses", body, exchange_id, reasoning)
+        self._check(body)
         history = None
         if previous := _previous_id(body):
             history = store.get(previous, call.key)
@@ -224,6 +233,7 @@ class Endpoints:
             refuse=refuse,
             keep_alive_seconds=settings.keep_alive_seconds,
             stall_seconds=settings.stall_seconds,
+            ping=PING if call.protocol == "messages" else KEEP_ALIVE,
             on_end=lambda how: self._ended(call, how),
             headers=headers,
         )

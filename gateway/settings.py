@@ -250,6 +250,20 @@ class Settings:
             _positive_int, "a whole number of bytes above 0", "largest request body that is read"
         ),
     )
+    max_messages: int = field(
+        default=10_000,
+        metadata=_rule(
+            _positive_int,
+            "a whole number above 0",
+            "most messages, or input items, of one request; more get 400",
+        ),
+    )
+    max_tools: int = field(
+        default=1024,
+        metadata=_rule(
+            _positive_int, "a whole number above 0", "most tools of one request; more get 400"
+        ),
+    )
     body_seconds: float = field(
         default=60.0,
         metadata=_rule(

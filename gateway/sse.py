@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: An SSE comment: every SSE reader skips it, every idle timer sees it.
 KEEP_ALIVE = b": keep-alive\n\n"
+#: The Messages protocol's own event for the same.
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 #: What a reply that outlasts its server gets for saying so, in seconds.
 LAST_WORDS_SECONDS = 1.0
 
@@ -59,6 +61,7 @@ class EventStream:
         keep_alive_seconds: silence after which a comment is sent.
         stall_seconds: how long one write may wait for its reader, to the next look at it; longer,
             and the reader counts as gone.
+        ping: sent in place of the comment once there was a frame: some protocols have an event for it.
         on_end: told once how it ended, where that was not by itself: `client_left`, `slow_reader`
             or an error's code.
         headers: further response headers; values must be latin-1.
@@ -72,6 +75,7 @@ class EventStream:
         refuse: Callable[[ClientError], Response],
         keep_alive_seconds: float,
         stall_seconds: float,
+        ping: bytes = KEEP_ALIVE,
         on_end: Callable[[str], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -80,6 +84,7 @@ class EventStream:
         self._refuse = refuse
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
+        self._ping = ping
         self._on_end = on_end or _told
         self._headers = [
             *_STREAM_HEADERS,
@@ -91,6 +96,7 @@ class EventStream:
         self._committed = False  # headers are out
         self._finished = False  # the last body message is out
         self._last_sent = 0.0  # loop time at the begin of the last write, seconds
+        self._spoken = False  # a frame is out
         self._sending = False  # the pump is in a write
         self._comment: asyncio.Future[None] | None = None  # pending while a comment is written
 
@@ -182,7 +188,7 @@ class EventStream:
         self._comment = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._stall_seconds):
-                await self._write(send, KEEP_ALIVE, more=True)
+                await self._write(send, self._ping if self._spoken else KEEP_ALIVE, more=True)
         finally:
             self._comment.set_result(None)
             self._comment = None
@@ -190,7 +196,7 @@ class EventStream:
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         if self._comment is not None:
             await asyncio.shield(self._comment)
-        self._sending = True
+        self._sending = self._spoken = True
         try:
             await self._write(send, data, more=more)
         finally:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 #: Bodies and outputs from these sizes on are worked on in a thread: the codec encodes about 1.2 us a
 #: token and re-tokenizes the reasoning at the end, and nothing may hold the event loop for 5 ms.
-THREAD_FROM_BYTES = 8 * 1024
+THREAD_FROM_BYTES = 4 * 1024
 THREAD_FROM_TOKENS = 2048
 
 

@@ -327,6 +327,33 @@ class TestLimits:
         assert (status, body["error"]["code"]) == (415, "unsupported_content_encoding")
         assert encoding in body["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "fields", "param"),
+        [
+            (CHAT, {"messages": [{"role": "user", "content": "a"}] * 4}, "messages"),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 4}, None),
+            ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 4}, "input"),
+            (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}] * 3}, "tools"),
+            ("/v1/responses", {"input": [{"role": "user", "content": "a" * 9000}] * 4}, "input"),
+        ],
+    )
+    @pytest.mark.parametrize("store", ["memory", "off"])
+    def test_too_many_entries_are_400(
+        self, info: ModelInfo, path: str, fields: Any, param: str | None, store: str
+    ) -> None:
+        """The field, the limit and the count are named; the limit itself is allowed."""
+        body = {**chat_body(max_tokens=9), **fields}
+        settings = {"max_messages": 3, "max_tools": 2, "store": store}
+
+        status, _, reply = ask(info, path, body, settings=settings)
+        assert status == 400
+        assert "expected at most" in reply["error"]["message"]
+        if param is not None:
+            assert (reply["error"]["param"], reply["error"]["code"]) == (param, "too_many_entries")
+        allowed = {"max_messages": 4, "max_tools": 3, "store": store}
+        _, _, reply = ask(info, path, body, settings=allowed)
+        assert "expected at most" not in str(reply)
+
     def test_identity_is_no_encoding(self, info: ModelInfo) -> None:
         """The name for nothing is taken for nothing."""
         assert ask(info, CHAT, chat_body(), headers={"content-encoding": "Identity"})[0] == 200

@@ -190,6 +190,23 @@ def test_a_failed_response_says_so(info: ModelInfo) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+def test_silence_in_messages_is_filled_with_pings(info: ModelInfo) -> None:
+    """Comments before message_start, pings after it, and the SDK reads over both."""
+    line = text_line("ab</think>c", delay_ms=60)
+    body = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "?"}]}
+    with anthropic_client(info, line, keep_alive_seconds=0.02) as (client, _):
+        url = f"{str(client.base_url).rstrip('/')}/v1/messages"
+        raw = httpx.post(url, json={**body, "stream": True}).text
+        message = say(client, True, messages=body["messages"])
+
+    before, _, after = raw.partition("event: message_start")
+    assert ": keep-alive" in before
+    assert "ping" not in before
+    assert 'event: ping\ndata: {"type": "ping"}\n\n' in after
+    assert ": keep-alive" not in after
+    assert [block.type for block in message.content] == ["thinking", "text"]
+
+
 class TestStored:
     """What is kept of responses."""
 
@@ -350,6 +367,23 @@ class TestBackground:
         assert response.status == "failed"
         assert response.error is not None
         assert "script fails" in response.error.message
+
+    def test_only_so_many_run_at_once(
+        self, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One more than the bound is 503; after a cancel there is room again."""
+        monkeypatch.setattr("gateway.background.MOST", 2)
+        with openai_client(info, text_line("a" * 2000, delay_ms=20)) as (client, _):
+            begun = [
+                client.responses.create(model=MODEL, input="Hi", background=True) for _ in range(2)
+            ]
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.responses.create(model=MODEL, input="Hi", background=True)
+            client.responses.cancel(begun[0].id)
+            client.responses.create(model=MODEL, input="Hi", background=True)
+
+        assert refused.value.status_code == 503
+        assert refused.value.response.headers["retry-after"] == "5"
 
     def test_it_is_not_streamed(self, info: ModelInfo) -> None:
         """Both at once is refused by name."""
