@@ -441,3 +441,69 @@ def test_how_a_stream_ended_is_told_once() -> None:
     assert ends([b"a"], leave=True) == ["client_left"]
     assert ends([b"a"], ServerError("x", code="broke")) == ["broke"]
     assert ends(ServerError("x", code="broke")) == ["broke"]
+
+
+def test_a_frame_that_nobody_reads_gives_the_reader_up_once() -> None:
+    """A write that waits too long ends the stream as a slow reader's, and as nothing else."""
+    how: list[str] = []
+
+    async def main() -> None:
+        source = Source([b"a"])
+        one = EventStream(
+            source.frames(),
+            fail=lambda failure: [],
+            refuse=lambda error: error_response(Call("id", "chat", "/"), error),
+            keep_alive_seconds=0.02,
+            stall_seconds=0.1,
+            on_end=how.append,
+        )
+        never = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        async def receive() -> Any:
+            await never.wait()
+
+        await asyncio.wait_for(one({"type": "http"}, receive, send), 5)
+        assert source.closed == 1
+
+    run(main())
+    assert how == ["slow_reader"]
+
+
+def test_a_frame_waits_for_a_comment_under_way() -> None:
+    """Two writes at once would run into each other; the second begins when the first is done."""
+
+    async def main() -> list[bytes]:
+        source, begun, release = Source(), asyncio.Event(), asyncio.Event()
+        writing, written = 0, []
+
+        async def send(message: Any) -> None:
+            nonlocal writing
+            if message["type"] != "http.response.body":
+                return
+            writing += 1
+            assert writing == 1
+            if message["body"] == KEEP_ALIVE:
+                begun.set()
+                await release.wait()
+            written.append(message["body"])
+            writing -= 1
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        one = stream(source, keep_alive=0.02)
+        task = asyncio.create_task(one({"type": "http"}, receive, send))
+        await begun.wait()
+        source.steps.put_nowait([b"frame"])
+        source.steps.put_nowait(None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        release.set()
+        await task
+        return written
+
+    assert run(main())[:2] == [KEEP_ALIVE, b"frame"]

@@ -55,6 +55,7 @@ def test_items_go_with_their_response(store: ResponseStore) -> None:
     assert store.delete("r1", "a")
     assert store.find_item("m2", "a") is None
     assert not store.delete("r1", "a")
+    assert store._database.execute("SELECT COUNT(*) FROM items").fetchone() == (0,)
 
 
 def test_a_record_beyond_the_bound_is_not_kept(store: ResponseStore) -> None:
