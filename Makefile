@@ -3,12 +3,13 @@
 #   make serve                      serve the checkpoint that ships on 127.0.0.1:8000
 #   make serve MODEL=DIR PORT=9000  serve another checkpoint
 #   make test                       lint, types, import contracts, the suite, wheel contents
+#   make e2e                        real clients in a loop against our server (installs them)
 #
 # Variables:
 #   PYTHON      interpreter the environment is made from (>= 3.11)
 #   INDEX       your own package index, for everything
 #   TORCH_INDEX your own index for torch alone (a CPU build is far smaller than the default one)
-#   ARGS        more flags for `bathyal serve` or for pytest
+#   ARGS        more flags for `bathyal serve` or for pytest, names of clients for e2e
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +30,7 @@ TORCH := $(if $(GPU),torch,torch==2.13.0)
 EXTRA := $(if $(GPU),[cuda])
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts suite clean
+.PHONY: help serve test lint types contracts suite e2e clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p;/^  make/p;/^Variables/,/^$$/p'
@@ -68,5 +69,8 @@ contracts: $(BIN)/.dev
 suite: $(BIN)/.dev
 	$(BIN)/python -m pytest -q $(ARGS)
 
+e2e: $(BIN)/.dev
+	$(BIN)/python -m e2e.run $(ARGS)
+
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) e2e/.env dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
