@@ -23,7 +23,7 @@ from conformance.checks import CHECKS
 from conformance.client import HttpSender
 from conformance.model import DIALECTS, PROTOCOLS, TIERS, Case, Protocol, Variant
 from conformance.protocols.render import render
-from conformance.report import badge, diff, junit, markdown, page, record, terminal
+from conformance.report import badge, diff, junit, markdown, matrix, page, record, terminal
 from conformance.runner import Options, Run, run
 from conformance.upstream import Upstream
 from conformance.vocabulary import Vocabulary, VocabularyError
@@ -31,6 +31,7 @@ from conformance.vocabulary import Vocabulary, VocabularyError
 OK, FOUND, MISUSE = 0, 1, 2
 
 # Features that few endpoints have: cases that need one are skipped unless --supported names it.
+# So is every feature "NAME-tokenizer", which tables of prompt sizes need (docs/conformance.md).
 OPT_IN = {"v4-tokenizer", "context-32k", "token-ids"}
 
 
@@ -124,10 +125,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("before", type=Path)
     command.add_argument("after", type=Path)
 
-    command = commands.add_parser("page", help="one HTML page of several JSON reports")
+    command = commands.add_parser("page", help="one page of several JSON reports")
     command.set_defaults(act=_page)
     command.add_argument("reports", type=Path, nargs="+")
-    command.add_argument("--html", type=Path, required=True)
+    command.add_argument("--html", type=Path, metavar="FILE")
+    command.add_argument("--markdown", type=Path, metavar="FILE")
 
     command = commands.add_parser("scripts", help="write the model outputs for a scripted server")
     command.set_defaults(act=_scripts)
@@ -274,10 +276,11 @@ async def _against(
 
 
 def _unsupported(arguments: argparse.Namespace, todo: list[Variant]) -> frozenset[str]:
-    known = sorted({feature for v in todo for feature in v.case.needs} | OPT_IN | {*PROTOCOLS})
-    named = _split(arguments.unsupported, known, "feature")
-    supported = _split(arguments.supported, sorted(OPT_IN), "feature")
-    return (frozenset(named) | OPT_IN) - frozenset(supported)
+    needed = {feature for v in todo for feature in v.case.needs}
+    opt_in = OPT_IN | {feature for feature in needed if feature.endswith("-tokenizer")}
+    named = _split(arguments.unsupported, sorted(needed | opt_in | {*PROTOCOLS}), "feature")
+    supported = _split(arguments.supported, sorted(opt_in), "feature")
+    return (frozenset(named) | opt_in) - frozenset(supported)
 
 
 def _first_model(base_url: str, key: str | None) -> str:
@@ -342,7 +345,13 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _page(arguments: argparse.Namespace) -> int:
-    arguments.html.write_text(page.render([record.load(path) for path in arguments.reports]))
+    reports = [record.load(path) for path in arguments.reports]
+    if arguments.html is None and arguments.markdown is None:
+        raise MisuseError("give --html FILE or --markdown FILE, or both")
+    if arguments.html is not None:
+        arguments.html.write_text(page.render(reports))
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(matrix.render(reports))
     return OK
 
 

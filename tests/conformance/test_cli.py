@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from conformance import cli
-from conformance.report import record
+from conformance.report import matrix, record
 
 
 def conform(*arguments: str) -> int:
@@ -179,8 +179,48 @@ def test_diff_tells_regressions(
 def test_page_of_two_endpoints(report: Path, tmp_path: Path) -> None:
     """Two reports give one page with a column each."""
     one = str(report / "json")
-    assert conform("page", one, one, "--html", str(tmp_path / "page")) == 0
+    both = ("--html", str(tmp_path / "page"), "--markdown", str(tmp_path / "table"))
+
+    assert conform("page", one, one, *both) == 0
+    assert "| area | http://127.0.0.1" in (tmp_path / "table").read_text()
     assert (tmp_path / "page").read_text().count("<th>http://127.0.0.1") == 2
+
+
+def test_matrix_shows_a_failure_with_its_rule(report: Path, tmp_path: Path) -> None:
+    """In the Markdown matrix a failure has the variant, what came and where the rule is from."""
+    data = record.load(report / "json")
+    broken = next(r for r in data["results"] if r["case"] == "call/one")
+    broken["verdict"] = "fail"
+    broken["checks"][0] |= {"verdict": "fail", "message": "got | and `x`\n"}
+    text = matrix.render([record.load(report / "json"), data])
+    row = next(line for line in text.splitlines() if broken["variant"] in line)
+
+    assert [cell.strip() for cell in row.split(" | ")] == [
+        f"| {broken['checks'][0]['check']}",
+        "1 in 1 cases",
+        f"`{broken['variant']}`",
+        "`got \\| and 'x'\ufffd`",
+        f"{broken['source']} |",
+    ]
+    assert "No failure." in text
+
+
+def test_page_without_a_form_is_misuse(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page that would be written nowhere is refused with the choice."""
+    assert conform("page", str(report / "json")) == 2
+    assert "--html FILE or --markdown FILE" in capsys.readouterr().err
+
+
+def test_tokenizer_tables_are_opt_in(base_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts of one tokenizer are skipped until the endpoint is said to have it."""
+    table = Path(__file__).parents[1] / "data" / "prompt_tiny.json"
+    command = ("run", "prompt-tiny/plain", "--tier", "prompt", "--base-url", base_url)
+    command += ("--model", "m", "--cases", str(table))
+
+    assert conform(*command) == 0
+    assert "2 skip" in capsys.readouterr().out
+    assert conform(*command, "--supported", "tiny-tokenizer") == 1  # that server knows other cases
+    assert "prompt tokens" in capsys.readouterr().out
 
 
 def test_key_stays_out_of_reports(
