@@ -45,7 +45,7 @@ def make(
         vocab_size=VOCAB,
         num_blocks=config.num_blocks + 1,
         block_size=config.block_size,
-        num_slots=config.max_num_seqs + 1,
+        num_slots=config.resolve_num_slots(),
         before_run=before_run,
         after_run=after_run,
     )
@@ -83,9 +83,10 @@ class Collector:
         assert len({d.request_id for d in deltas}) == len(deltas)
         for delta in deltas:
             assert delta.request_id not in self.last, "nothing follows the last delta"
-            self.tokens[delta.request_id] += delta.token_ids
-            assert (delta.finish_reason is None) == (delta.usage is None)
+            first = not self.tokens[delta.request_id]
+            assert (delta.usage is not None) == (first or delta.finish_reason is not None)
             assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
+            self.tokens[delta.request_id] += delta.token_ids
             if delta.finish_reason is not None:
                 self.last[delta.request_id] = delta
 
@@ -155,7 +156,10 @@ def test_every_request_gets_what_it_would_get_alone(
     for r in requests:
         tokens, reason = alone(r)
         assert (tokens, reason) == (collector.tokens[r.id], collector.last[r.id].finish_reason)
-        assert collector.last[r.id].usage == Usage(len(r.prompt_ids), len(tokens))
+        usage = collector.last[r.id].usage
+        assert usage is not None
+        assert usage == Usage(len(r.prompt_ids), len(tokens), usage.cached_tokens)
+        assert 0 <= usage.cached_tokens < len(r.prompt_ids)
 
 
 def test_a_preempted_request_goes_on_as_it_began() -> None:
