@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
-from engine.core import EngineCore, load_engine
+from engine.core import EngineCore, _salt, load_engine
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
@@ -230,6 +230,26 @@ def test_options_that_do_not_fit_the_model_are_refused(
 
     with pytest.raises(EngineError, match=message):
         load_engine(checkpoint, options)
+
+
+def test_the_salt_names_model_layout_and_rounding(
+    checkpoint: Path, model: Model, tmp_path: Path
+) -> None:
+    """State of another checkpoint, block size, type or rounding mode is never taken for one's own."""
+    config = build.v41() if model.config.is_v41 else build.v4()
+    other = build.write(tmp_path / "model", config, seed=4)
+    rounding = load_model(checkpoint, round_trips="on")
+    salts = {
+        _salt(checkpoint, model, 16, torch.float32),
+        _salt(other, model, 16, torch.float32),
+        _salt(checkpoint, model, 32, torch.float32),
+        _salt(checkpoint, model, 16, torch.bfloat16),
+        _salt(checkpoint, rounding, 16, torch.float32),
+    }
+
+    assert len(salts) == 5
+    salt = load_engine(checkpoint, OPTIONS)._scheduler.prefix._salt
+    assert salt == _salt(checkpoint, model, 16, torch.float32)
 
 
 def test_a_missing_gpu_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
