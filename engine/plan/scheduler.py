@@ -274,11 +274,16 @@ class Scheduler:
         return True
 
     def _marks(self, state: RequestState) -> list[int]:
-        """Where to stop for a snapshot: the branch from known prompts, the last boundary, the end."""
+        """Where to take a snapshot: the branch from known prompts, the last boundary, the end.
+
+        A stop on the way costs a step, so it must be worth a block at least: a short new turn runs
+        through, and the next prompt goes on from its end.
+        """
         end = len(state.token_ids)
         last = (end - 1) // self._block_size * self._block_size
         branch = self.prefix.branch(state.token_ids, state.chain)
-        return sorted({mark for mark in (branch, last, end) if mark > state.num_computed})
+        least = state.num_computed + self._block_size
+        return sorted({end, *(mark for mark in (branch, last) if mark >= least)})
 
     def _grow(self, state: RequestState) -> bool:
         """Give a stream the block its newest token needs; False if it was preempted itself."""

@@ -345,6 +345,66 @@ def test_stats_count() -> None:
     assert (stats.prompt_tokens, stats.completion_tokens) == (11, 5)
 
 
+def finished(core: EngineCore, r: GenerateRequest) -> tuple[list[int], list[TokenDelta]]:
+    """Run a request alone; its tokens and its deltas."""
+    core.submit(r)
+    deltas = []
+    while core.has_work:
+        deltas += core.step()
+    return [token for delta in deltas for token in delta.token_ids], deltas
+
+
+def test_cached_tokens_are_reported_from_the_first_delta_on() -> None:
+    """A second turn finds the first; the first delta says so, the last one again, stats add up."""
+    core = make()
+    tokens, deltas = finished(core, request("a", (1, 2, 3, 4, 5), max_tokens=4))
+    assert [delta.usage for delta in deltas] == [Usage(5, 1), None, None, Usage(5, 4)]
+    turn = (1, 2, 3, 4, 5, *tokens, 7)
+
+    _, deltas = finished(core, request("b", turn, max_tokens=3))
+
+    assert [delta.usage for delta in deltas] == [Usage(10, 1, 8), None, Usage(10, 3, 8)]
+    stats = core.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.prefix_hits) == (15, 8, 1)
+    assert stats.snapshots > 0
+    assert 0 < stats.cached_blocks < stats.total_blocks == stats.free_blocks
+
+
+def test_without_the_cache_nothing_is_kept() -> None:
+    """Switched off, an equal prompt is processed again and no memory is held."""
+    core = make(prefix_cache=False)
+    for name in "ab":
+        _, deltas = finished(core, request(name, (1, 2, 3, 4, 5)))
+        assert deltas[0].usage == Usage(5, 1, 0)
+
+    stats = core.stats()
+    assert (stats.snapshots, stats.cached_blocks, stats.cached_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["step", "logits"])
+def test_after_a_fault_nothing_kept_is_trusted(kind: str) -> None:
+    """What a failing model left in memory is no start for anybody."""
+    armed = [False]
+
+    def before_run(plan: StepPlan) -> None:
+        if armed[0] and kind == "step":
+            raise ValueError
+
+    def after_run(plan: StepPlan, logits: Tensor) -> Tensor:
+        return logits * math.nan if armed[0] and kind == "logits" else logits
+
+    core = make(before_run=before_run, after_run=after_run)
+    finished(core, request("a", (1, 2, 3, 4, 5)))
+    assert core.stats().snapshots > 0
+    armed[0] = True
+
+    _, deltas = finished(core, request("b", (9, 9)))
+
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert (core.stats().snapshots, core.stats().cached_blocks) == (0, 0)
+    core.check_integrity()
+
+
 def swap_blocks(runner: HashRunner) -> None:
     """The second block of every request is one and the same."""
     write = runner._write
