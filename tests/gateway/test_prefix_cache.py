@@ -1,7 +1,7 @@
 """An agent's next turn starts where the last one ended: openai SDK, our server, the model that ships.
 
 What a hit needs is that the codec renders a turn, sent back by the client, to the very ids that the
-model wrote. That is so with tools; where it is not, the prompt of the turn before is still found.
+model wrote. Where it does not, the prompt of the turn before is still found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from gateway import Settings, create_app
 from gateway.backends import Backend
 from gateway.launch import open_backend
-from tests.gateway.agent import ask, run_loop
+from tests.gateway.agent import Turn, ask, run_loop
 from tests.gateway.support import loopback
 from tests.gateway.test_main_job import IMPLEMENTATIONS, LOOPS, MODEL, TOOLS
 
@@ -60,25 +60,37 @@ def test_each_turn_finds_all_of_the_turn_before(
         assert after.usage.prompt_tokens_details.cached_tokens == known - 1
 
 
-def test_a_client_that_drops_the_reasoning_still_finds_its_prompt(
-    served: tuple[openai.OpenAI, Backend],
-) -> None:
-    """Without the reasoning the turn is another one from its first token on."""
-    client, _ = served
-    first = ask(
-        client,
-        stream=True,
-        messages=[{"role": "user", "content": LOOPS[1][0]}],
-        tools=TOOLS,
-        **request(thinking=True),
-    )
+def calls_of_first_turn(client: openai.OpenAI) -> tuple[Turn, list[dict[str, Any]]]:
+    """A turn with reasoning and a call, and what a client sends next that keeps no reasoning."""
+    question = {"role": "user", "content": LOOPS[1][0]}
+    first = ask(client, stream=True, messages=[question], tools=TOOLS, **request(thinking=True))
     assert first.reasoning
     assert first.calls
-    messages = [
-        {"role": "user", "content": LOOPS[1][0]},
-        {"role": "assistant", "content": first.content, "tool_calls": first.calls},
-        {"role": "tool", "tool_call_id": first.calls[0]["id"], "content": '{"time":"14:25"}'},
-    ]
+    reply = {"role": "assistant", "content": first.content, "tool_calls": first.calls}
+    result = {"role": "tool", "tool_call_id": first.calls[0]["id"], "content": '{"time":"14:25"}'}
+    return first, [question, reply, result]
+
+
+def test_a_client_that_drops_the_reasoning_finds_its_turn(
+    served: tuple[openai.OpenAI, Backend],
+) -> None:
+    """The gateway puts the reasoning of a turn with calls back, so the ids are the same again."""
+    client, _ = served
+    first, messages = calls_of_first_turn(client)
+
+    second = ask(client, stream=True, messages=messages, tools=TOOLS, **request(thinking=True))
+
+    known = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens == known - 1
+
+
+def test_a_turn_with_another_reasoning_finds_its_prompt(
+    served: tuple[openai.OpenAI, Backend],
+) -> None:
+    """Where the turn comes back changed from its first token on, all before it is still found."""
+    client, _ = served
+    first, messages = calls_of_first_turn(client)
+    messages[1]["reasoning_content"] = "Hm."
 
     second = ask(client, stream=True, messages=messages, tools=TOOLS, **request(thinking=True))
 
