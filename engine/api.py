@@ -100,7 +100,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation. A sampled stop token counts as a completion token."""
+    """Token counts of one generation. A sampled stop token counts as a completion token.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        completion_tokens: tokens sampled so far.
+        cached_tokens: of the prompt, found in the prefix cache and not processed again.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -116,7 +122,7 @@ class TokenDelta:
         token_ids: newly sampled ids, a final stop token included.
         logprobs: one per token id, when asked for.
         finish_reason: set on the last delta, and only there.
-        usage: set on the last delta, and only there.
+        usage: set on the last delta, and on the first so that cached_tokens is known early.
         error: set with FinishReason.ERROR: what failed, fit to be shown to a client.
     """
 
@@ -135,12 +141,17 @@ class EngineStats:
     Args:
         running: requests that hold memory.
         waiting: requests that hold none.
-        free_blocks: blocks nobody holds.
+        free_blocks: blocks no request holds, those included that only the prefix cache holds.
         total_blocks: blocks that requests can hold.
         steps: steps run since the start.
         prompt_tokens: prompt tokens of all requests that got a first token.
         completion_tokens: tokens sampled since the start.
         preemptions: times a running request lost its memory to an older one.
+        cached_tokens: of prompt_tokens, those found in the prefix cache.
+        prefix_hits: requests of which some were.
+        cached_blocks: blocks that only the prefix cache holds.
+        snapshots: states the prefix cache keeps.
+        evictions: snapshots dropped since the start.
         alive: whether requests can be served.
     """
 
@@ -152,6 +163,11 @@ class EngineStats:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
+    prefix_hits: int = 0
+    cached_blocks: int = 0
+    snapshots: int = 0
+    evictions: int = 0
     alive: bool = True
 
 

@@ -6,13 +6,19 @@ Exit codes: 0 ok, 1 something was found (a difference, a broken checkpoint), 2 m
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine import TINY_CHECKPOINT
 from engine.api import EngineError
+from engine.config import ModelConfig
 from engine.config_checks import CSA_RATIO
+from engine.memory import MemoryPlan, container_memory, plan_memory
+from engine.model.names import part
+from engine.options import EngineConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("target", type=Path, metavar="DST")
     convert.add_argument("--architecture", choices=("v4", "v4.1"), default="v4")
     convert.add_argument("--config", default="config.json", help="name of SRC's config file")
+    plan = commands.add_parser("plan", help="say who gets what memory and why")
+    plan.add_argument("--model", type=Path, metavar="DIR", default=TINY_CHECKPOINT)
+    plan.add_argument(
+        "--gpu-gb", type=float, metavar="X", help="of the GPU; without it, the CPU's plan"
+    )
+    plan.add_argument("--host-gb", type=float, metavar="Y", help="instead of the container's limit")
+    plan.add_argument("--context", type=int, metavar="N", help="tokens; the model's own by default")
+    plan.add_argument("--concurrency", type=int, metavar="M", help="requests at once")
     try:
         args = parser.parse_args(argv)
     except SystemExit as done:  # argparse exits by itself, with 0 for --help
@@ -40,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _verify(args.dir, args.atol)
         if args.command == "inspect":
             return _inspect(args.dir)
+        if args.command == "plan":
+            return _plan(args)
         return _convert(args.source, args.target, args.architecture, args.config)
     except (EngineError, OSError, ValueError) as error:
         print(f"bathyal engine {args.command}: {error}", file=sys.stderr)
@@ -84,9 +100,9 @@ def _inspect(folder: Path) -> int:
     print(f"tensors   {len(checkpoint.tensors)}, {checkpoint.nbytes:,} bytes")
     sizes: Counter[str] = Counter()
     for name, stored in checkpoint.tensors.items():
-        sizes[_part(name)] += stored.nbytes
-    for part, size in sizes.most_common():
-        print(f"  {part:<20}{size:>18,}")
+        sizes[part(name)] += stored.nbytes
+    for what, size in sizes.most_common():
+        print(f"  {what:<20}{size:>18,}")
     dtypes = Counter(t.dtype for t in checkpoint.tensors.values())
     print("types     " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
     unused = checkpoint.unused()
@@ -100,25 +116,48 @@ def _inspect(folder: Path) -> int:
     return 1 if problems else 0
 
 
-#: Text in a tensor's name -> the part of the checkpoint it belongs to; the first match counts.
-_PARTS = {
-    "mtp.": "draft stages",
-    "vision.": "vision",
-    "aligner.": "vision",
-    "image_": "vision",
-    ".engram.": "Engram",
-    ".shared_experts.": "shared experts",
-    ".experts.": "routed experts",
-    ".gate.": "routers",
-    ".attn.": "attention",
-    "hc_": "residual streams",
-    "embed.": "embedding and head",
-    "head.": "embedding and head",
-}
+def _plan(args: argparse.Namespace) -> int:
+    for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
+        if value is not None and not 0 < value < 1e6:
+            raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
+    config = ModelConfig.from_file(args.model)
+    options = EngineConfig(max_model_len=args.context)
+    if args.concurrency is not None:
+        rows = max(options.max_batched_tokens, args.concurrency + 1)
+        options = dataclasses.replace(
+            options, max_num_seqs=args.concurrency, max_batched_tokens=rows
+        )
+    host = container_memory() if args.host_gb is None else int(args.host_gb * 1e9)
+    on_gpu = args.gpu_gb is not None
+    budget = int(args.gpu_gb * 1e9) if on_gpu else host
+    plan = plan_memory(config, options, itemsize=2 if on_gpu else 4, budget=budget)
+    source = "--host-gb" if args.host_gb is not None else "the container's limit"
+    limit = "no limit known, give --host-gb" if host is None else f"{host:,} bytes, {source}"
+    print(f"device    {f'GPU, {budget:,} bytes, --gpu-gb' if on_gpu else f'CPU, {limit}'}")
+    print(f"host      {limit}")
+    return _print_plan(plan)
 
 
-def _part(name: str) -> str:
-    return next((part for mark, part in _PARTS.items() if mark in name), "norms")
+def _print_plan(plan: MemoryPlan) -> int:
+    for owner in ("weights", "slots", "blocks", "host"):
+        items = [item for item in plan.items if item.owner == owner]
+        total = sum(item.nbytes for item in items)
+        print(f"{owner:<30}{total:>18,}")
+        for item in items:
+            print(f"  {item.what:<28}{item.nbytes:>18,}  {item.why}")
+    print(f"{'device in all':<30}{plan.nbytes:>18,}")
+    tokens = plan.num_blocks * plan.block_size
+    print(
+        f"holds     {tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_nbytes:,} bytes"
+    )
+    print(f"          all requests at full context at once: {plan.blocks_wanted:,} blocks")
+    if plan.budget is None:
+        return 0
+    print(f"reserve   {plan.reserve:,} bytes for activations, allocator and kernels (a tenth)")
+    print(f"          the budget has room for {plan.blocks_possible:,} blocks")
+    left = plan.budget - plan.reserve - plan.nbytes
+    print(f"verdict   {'fits' if plan.fits else 'DOES NOT FIT'}, {left:,} bytes left")
+    return 0 if plan.fits else 1
 
 
 def _kind(ratio: int, is_v41: bool) -> str:

@@ -28,8 +28,10 @@ from engine.api import (
 from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
 from engine.device.sampler import Draw, Sample, sample
-from engine.model.checkpoint import load_model
+from engine.model.checkpoint import Checkpoint, load_model
+from engine.model.v4 import Model
 from engine.options import EngineConfig, usable_cores
+from engine.plan.layout import layout_fingerprint
 from engine.plan.request import RequestState
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import Chunk, StepPlan
@@ -58,13 +60,19 @@ class EngineCore:
         runner: the model.
         options: limits and sizes.
         max_position_embeddings: the model's own context, in tokens.
+        salt: of the prefix cache; differs where equal tokens give another state.
 
     Raises:
         EngineError: the options do not fit the model.
     """
 
     def __init__(
-        self, runner: Runner, options: EngineConfig, *, max_position_embeddings: int
+        self,
+        runner: Runner,
+        options: EngineConfig,
+        *,
+        max_position_embeddings: int,
+        salt: bytes = b"",
     ) -> None:
         self.max_model_len = options.resolve_max_model_len(max_position_embeddings)
         self._runner = runner
@@ -75,10 +83,14 @@ class EngineCore:
             num_slots=options.max_num_seqs,
             max_batched_tokens=options.max_batched_tokens,
             max_model_len=self.max_model_len,
+            max_snapshots=options.resolve_max_snapshots(),
+            salt=salt,
         )
         self._steps = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._prefix_hits = 0
 
     @property
     def has_work(self) -> bool:
@@ -161,12 +173,17 @@ class EngineCore:
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            free_blocks=scheduler.blocks.num_free,
+            free_blocks=scheduler.blocks.num_free + scheduler.blocks.num_idle,
             total_blocks=scheduler.blocks.num_blocks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             preemptions=scheduler.num_preemptions,
+            cached_tokens=self._cached_tokens,
+            prefix_hits=self._prefix_hits,
+            cached_blocks=scheduler.blocks.num_idle,
+            snapshots=len(scheduler.prefix),
+            evictions=scheduler.prefix.num_evictions,
         )
 
     def check_integrity(self) -> None:
@@ -196,19 +213,24 @@ class EngineCore:
         state = self._scheduler.get(request_id)
         reason = self._scheduler.commit(chunk, drawn.token_id)
         self._completion_tokens += 1
-        if state.num_generated == 1:
+        is_first = state.num_generated == 1
+        if is_first:
             self._prompt_tokens += state.num_prompt
+            self._cached_tokens += state.cached_tokens
+            self._prefix_hits += state.cached_tokens > 0
         return TokenDelta(
             request_id=request_id,
             token_ids=(drawn.token_id,),
             logprobs=None if drawn.logprob is None else (drawn.logprob,),
             finish_reason=reason,
-            usage=None if reason is None else _usage(state),
+            usage=_usage(state) if is_first or reason is not None else None,
         )
 
     def _fail(self, request_id: str, error: str) -> TokenDelta:
         state = self._scheduler.get(request_id)
-        self.abort(request_id)
+        self._scheduler.remove(request_id, keep=False)
+        # What went wrong may have gone wrong before, in a state that was kept: forget them all.
+        self._scheduler.prefix.clear()
         return TokenDelta(
             request_id=request_id,
             token_ids=(),
@@ -236,6 +258,7 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
         weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         torch.set_num_threads(options.resolve_cpu_threads(usable_cores(), weight_bytes))
     model = load_model(path, device=device, dtype=dtype)
+    salt = _salt(path, model, options.block_size, dtype)
     context = model.config.max_position_embeddings
     max_model_len = options.resolve_max_model_len(context)
     num_blocks = options.resolve_num_blocks(max_model_len)
@@ -244,14 +267,20 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
             model.config,
             num_blocks=num_blocks + 1,  # and the dummy
             block_size=options.block_size,
-            num_slots=options.max_num_seqs + 1,  # and the dummy
+            num_slots=options.resolve_num_slots(),
             device=device,
             dtype=dtype,
         )
     except ValueError as error:
         raise EngineError(f"engine options: {error}") from error
     runner = ModelRunner(model, pool, device)
-    return EngineCore(runner, options, max_position_embeddings=context)
+    return EngineCore(runner, options, max_position_embeddings=context, salt=salt)
+
+
+def _salt(path: Path, model: Model, block_size: int, dtype: torch.dtype) -> bytes:
+    """Name everything beside the tokens that the state after them depends on."""
+    layout = layout_fingerprint(model.config, block_size, str(dtype))
+    return Checkpoint(path).fingerprint() + layout + bytes([model.round_trips])
 
 
 def _resolve_device(options: EngineConfig) -> torch.device:
@@ -268,4 +297,4 @@ def _resolve_dtype(options: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _usage(state: RequestState) -> Usage:
-    return Usage(prompt_tokens=state.num_prompt, completion_tokens=state.num_generated)
+    return Usage(state.num_prompt, state.num_generated, state.cached_tokens)

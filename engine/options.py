@@ -37,6 +37,12 @@ class EngineConfig:
             of the model (128 serves V4 and V4.1).
         num_blocks: blocks of the pool; None gives room for one full context or 65,536 positions,
             whichever is more. Requests beyond that wait, or are preempted and recomputed.
+        prefix_cache: whether what prompts and generations have in common with earlier ones is
+            processed once. Gives the same greedy tokens; logits differ by rounding, since a hit
+            cuts the prompt elsewhere.
+        max_snapshots: most rolling states the prefix cache keeps beside those of running requests,
+            each as large as a request's own; three or four per conversation are in use. Blocks
+            that only the cache holds need no room of their own: they are given up when needed.
         cpu_threads: threads of torch's CPU kernels, set in the engine's own thread. None decides by
             cores and weights: see `resolve_cpu_threads`.
 
@@ -51,6 +57,8 @@ class EngineConfig:
     max_batched_tokens: int = 512
     block_size: int = 128
     num_blocks: int | None = None
+    prefix_cache: bool = True
+    max_snapshots: int = 64
     cpu_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +72,7 @@ class EngineConfig:
                 ("max_batched_tokens", self.max_batched_tokens, self.max_num_seqs + 1),
                 ("block_size", self.block_size, 1),
                 ("num_blocks", self.num_blocks, 1),
+                ("max_snapshots", self.max_snapshots, 1),
                 ("cpu_threads", self.cpu_threads, 1),
             )
             if value is not None and value < least
@@ -115,6 +124,14 @@ class EngineConfig:
                 " raise num_blocks or lower max_model_len"
             )
         return self.num_blocks
+
+    def resolve_max_snapshots(self) -> int:
+        """Give the number of snapshots to make room for; 0 without a prefix cache."""
+        return self.max_snapshots if self.prefix_cache else 0
+
+    def resolve_num_slots(self) -> int:
+        """Give the number of slots of the pool: running requests, snapshots and the dummy."""
+        return self.max_num_seqs + self.resolve_max_snapshots() + 1
 
     def resolve_cpu_threads(self, cores: int, weight_bytes: int) -> int:
         """Give the number of threads of torch's CPU kernels.

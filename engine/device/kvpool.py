@@ -8,24 +8,22 @@ block ids. Two kinds of memory (model.md 3):
 * per *block*, growing with the sequence: compressed entries and index keys. A block covers
   `block_size` tokens of every layer at once, so one block table serves all layers.
 
+A slot may also hold the state of nobody's request, kept by the prefix cache.
+
 Slot 0 and block 0 belong to nobody: padding may read and write them, so they stay finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.config import Layer, ModelConfig
+from engine.config import ModelConfig
 from engine.model.engram import NO_TOKEN
-
-
-def ring_rows(layer: Layer) -> int:
-    """Pending rows a compressor keeps per slot: its open group and, with overlap, the one before."""
-    return layer.ratio * (2 if layer.overlap else 1)
+from engine.plan.layout import pool_tensors
 
 
 class KVPool:
@@ -73,34 +71,27 @@ class KVPool:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
 
-        # Pending rows are summed up much later: bfloat16 there costs accuracy (model.md 7).
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        head, index = config.head_dim, config.index_head_dim
-        self.window = tuple(zeros(num_slots, config.sliding_window, head) for _ in config.layers)
+        window: dict[int, Tensor] = {}
         self.entries: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         self.state: dict[int, Tensor] = {}
         self.index_state: dict[int, Tensor] = {}
-        for layer in config.layers:
-            if not layer.owns_entries:
+        groups = {
+            "window": window,
+            "entries": self.entries,
+            "index_keys": self.index_keys,
+            "state": self.state,
+            "index_state": self.index_state,
+        }
+        for part in pool_tensors(config, block_size):
+            shape = (num_blocks if part.per_block else num_slots, *part.shape)
+            if part.group == "history":
+                self.history = torch.zeros(shape, dtype=torch.int64)
                 continue
-            per_block, halves = block_size // layer.ratio, 2 if layer.overlap else 1
-            self.entries[layer.index] = zeros(num_blocks, per_block, head)
-            if layer.ratio > 1:
-                shape = (num_slots, ring_rows(layer))
-                state = zeros(*shape, 2 * halves * head, dtype=state_dtype)
-                self.state[layer.index] = state
-                if layer.owns_index_keys and not config.is_v41:
-                    state = zeros(*shape, 2 * halves * index, dtype=state_dtype)
-                    self.index_state[layer.index] = state
-            if layer.owns_index_keys:
-                self.index_keys[layer.index] = zeros(num_blocks, per_block, index)
-        history = config.engram.history_len if config.engram else 0
-        self.history = torch.full((num_slots, history), NO_TOKEN, dtype=torch.int64)
+            element = state_dtype if part.kind == "state" else dtype
+            groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)
+        self.window = tuple(window.values())
         for slot in range(num_slots):
             self.reset_slot(slot)
 
@@ -123,6 +114,23 @@ class KVPool:
                 score.fill_(-math.inf)
         self.history[slot] = NO_TOKEN
 
+    def copy(
+        self,
+        slots: Sequence[tuple[int, int]] = (),
+        blocks: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Copy all that slots and blocks hold, one pair after the other.
+
+        Args:
+            slots: (from, to) pairs; a source may be an earlier target.
+            blocks: likewise.
+        """
+        if slots:
+            per_slot = (*self.window, *self.state.values(), *self.index_state.values())
+            _copy_rows((*per_slot, self.history), slots)
+        if blocks:
+            _copy_rows((*self.entries.values(), *self.index_keys.values()), blocks)
+
     def poison(self, *, slots: Iterable[int] = (), blocks: Iterable[int] = ()) -> None:
         """Fill unused memory with NaN, so that a test sees whoever reads it.
 
@@ -140,3 +148,9 @@ class KVPool:
     def _tensors(self) -> list[Tensor]:
         groups = (self.entries, self.index_keys, self.state, self.index_state)
         return [*self.window, *(t for group in groups for t in group.values()), self.history]
+
+
+def _copy_rows(tensors: Iterable[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    for tensor in tensors:
+        for source, target in pairs:
+            tensor[target].copy_(tensor[source])

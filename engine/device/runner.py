@@ -36,7 +36,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Tensor:
         """Process the chunks.
 
-        A chunk that starts at position 0 starts a sequence, so its slot's state is reset first.
+        What is to be copied is copied first. Then a chunk that starts at position 0 starts a
+        sequence, so its slot's state is reset.
 
         Args:
             plan: the step.
@@ -46,6 +47,7 @@ class ModelRunner:
             the plan's order.
         """
         with torch.inference_mode():
+            self._pool.copy(plan.slot_copies, plan.block_copies)
             for chunk in plan.chunks:
                 if chunk.start == 0:
                     self._pool.reset_slot(chunk.slot)

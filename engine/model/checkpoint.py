@@ -8,6 +8,7 @@ disk.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from engine.model.v4 import Model
 from engine.model.weights import Assembler
 
 RoundTrips = Literal["auto", "on", "off"]
+#: Pages of each weight file that its fingerprint reads.
+SAMPLES = 256
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _DTYPES = {
     "F32": torch.float32,
@@ -109,6 +112,28 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors on disk."""
         return sum(stored.nbytes for stored in self.tensors.values())
+
+    def fingerprint(self) -> bytes:
+        """Name configuration and weights, without reading them all: 32 bytes.
+
+        Covers config.json, tokenizer.json (Engram folds ids by it), every tensor's name, type,
+        shape and place, and the bytes of SAMPLES pages spread over each file. Training changes
+        every page; a tool that changes single weights and nothing else may go unnoticed.
+        """
+        digest = hashlib.blake2b(digest_size=32)
+        for name in ("config.json", "tokenizer.json"):
+            file = self.path / name
+            digest.update(file.read_bytes() if file.exists() else b"")
+        for name, stored in sorted(self.tensors.items()):
+            place = (name, stored.dtype, stored.shape, stored.file.name, stored.begin)
+            digest.update(repr(place).encode())
+        for file in sorted({stored.file for stored in self.tensors.values()}):
+            size = file.stat().st_size
+            with file.open("rb") as opened:
+                for sample in range(SAMPLES):
+                    opened.seek(size * sample // SAMPLES)
+                    digest.update(opened.read(4096))
+        return digest.digest()
 
     def _index_problems(self) -> Iterator[str]:
         index = self.path / "model.safetensors.index.json"

@@ -38,6 +38,22 @@ VISION_UNUSED = "vision tower: not implemented, images are refused"
 BIAS_VL_UNUSED = "routing bias of image tokens: the configuration names no image token"
 VISION_PREFIXES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 
+#: Text in a tensor's name -> the part of the checkpoint it belongs to; the first match counts.
+_PARTS = {
+    "mtp.": "draft stages",
+    "vision.": "vision",
+    "aligner.": "vision",
+    "image_": "vision",
+    ".engram.": "Engram",
+    ".shared_experts.": "shared experts",
+    ".experts.": "routed experts",
+    ".gate.": "routers",
+    ".attn.": "attention",
+    "hc_": "residual streams",
+    "embed.": "embedding and head",
+    "head.": "embedding and head",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -90,6 +106,11 @@ def stored_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
 def is_vision(name: str) -> bool:
     """Whether a tensor belongs to the vision tower or its adapter."""
     return name.startswith(VISION_PREFIXES)
+
+
+def part(name: str) -> str:
+    """Which part of a checkpoint a tensor belongs to, in words."""
+    return next((part for mark, part in _PARTS.items() if mark in name), "norms")
 
 
 def _all(c: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:

@@ -6,7 +6,7 @@ WAITING ─────► PREFILL ─────────► DECODE ──�
    └──────────────┴──── preempt ─────┘   abort, fail ──────┘ from anywhere
 
 A preempted request keeps its tokens and loses its memory; admitted again it prefills prompt and
-generated tokens together and goes on where it was.
+generated tokens together, or what the prefix cache lacks of them, and goes on where it was.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 
 from engine.api import FinishReason, GenerateRequest
+from engine.plan.prefix import HashChain
 
 
 class Status(enum.Enum):
@@ -40,11 +41,15 @@ class RequestState:
         request: what was asked for.
         arrival: number in the order of arrival; a smaller one is served first.
         max_model_len: context in tokens.
+        chain: hashes of its sequence, for the prefix cache.
     """
 
     __slots__ = (
         "arrival",
         "block_ids",
+        "cached_tokens",
+        "chain",
+        "marks",
         "max_tokens",
         "num_computed",
         "num_prompt",
@@ -55,7 +60,9 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: GenerateRequest, arrival: int, max_model_len: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, arrival: int, max_model_len: int, chain: HashChain
+    ) -> None:
         params = request.sampling
         self.request = request
         self.arrival = arrival
@@ -67,17 +74,23 @@ class RequestState:
         self.num_computed = 0  # tokens whose state is in the pools
         self.slot = 0  # 0: none
         self.block_ids: tuple[int, ...] = ()
+        self.chain = chain
+        self.cached_tokens = 0  # of the prompt, not processed for this request
+        self.marks: list[int] = []  # positions ahead at which the prefill stops for a snapshot
 
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far, and so the output index of the next one."""
         return len(self.token_ids) - self.num_prompt
 
-    def admit(self, slot: int, block_ids: tuple[int, ...]) -> None:
-        """Give the request its memory."""
+    def admit(self, slot: int, block_ids: tuple[int, ...], num_computed: int = 0) -> None:
+        """Give the request its memory, in which the state after `num_computed` tokens stands."""
         self._move(Status.PREFILL)
         self.slot = slot
         self.block_ids = block_ids
+        self.num_computed = num_computed
+        if not self.num_generated:
+            self.cached_tokens = num_computed
 
     def preempt(self) -> None:
         """Take the memory away; the tokens stay. The caller has released the ids."""
@@ -132,3 +145,4 @@ class RequestState:
         self.num_computed = 0
         self.slot = 0
         self.block_ids = ()
+        self.marks = []

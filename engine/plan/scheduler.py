@@ -13,6 +13,9 @@ A request holds one slot (its fixed-size state) and enough blocks for the tokens
 3. When a stream needs a block and none is free, the youngest running request is preempted: it
    loses its memory, keeps its tokens, and waits at the head of the queue. The oldest request is
    never preempted by another and one request of full length always fits, so each one ends.
+4. Blocks that only the prefix cache holds count as free and are evicted when they are needed.
+   State is kept at the last block boundary of a prompt, at the boundary where it leaves a prompt
+   seen before, at its end, and where a request ends or is aborted.
 
 By 2 and 3 whoever runs arrived before whoever waits.
 """
@@ -23,6 +26,7 @@ from collections import deque
 
 from engine.api import FinishReason, GenerateRequest
 from engine.plan.blocks import BlockPool
+from engine.plan.prefix import PrefixCache
 from engine.plan.request import RequestState, Status
 from engine.plan.step import Chunk, StepPlan
 
@@ -38,6 +42,9 @@ class Scheduler:
         num_slots: requests that can run at once.
         max_batched_tokens: rows of one step; more than num_slots.
         max_model_len: context in tokens; fits the blocks.
+        max_snapshots: most states the prefix cache keeps, each in a slot of its own beside those
+            of requests; 0 for no prefix cache.
+        salt: of the prefix cache's hashes; differs where equal tokens give another state.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class Scheduler:
         num_slots: int,
         max_batched_tokens: int,
         max_model_len: int,
+        max_snapshots: int = 0,
+        salt: bytes = b"",
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ValueError(
@@ -60,9 +69,19 @@ class Scheduler:
                 " running streams"
             )
         self.blocks = BlockPool(num_blocks)
-        self.slots = BlockPool(num_slots, "slot")
+        self.slots = BlockPool(num_slots + max_snapshots, "slot")
+        self.prefix = PrefixCache(
+            self.blocks,
+            self.slots,
+            block_size=block_size,
+            max_snapshots=max_snapshots,
+            salt=salt,
+        )
         self.num_preemptions = 0
         self._block_size = block_size
+        self._num_slots = num_slots
+        self._slot_copies: list[tuple[int, int]] = []  # due at the head of the next plan
+        self._block_copies: list[tuple[int, int]] = []
         self._max_batched_tokens = max_batched_tokens
         self._max_model_len = max_model_len
         self._arrivals = 0
@@ -96,13 +115,18 @@ class Scheduler:
         """
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is live already")
-        state = RequestState(request, self._arrivals, self._max_model_len)
+        chain = self.prefix.chain()
+        state = RequestState(request, self._arrivals, self._max_model_len, chain)
         self._arrivals += 1
         self._live[request.id] = state
         self._waiting.append(state)
 
-    def remove(self, request_id: str) -> RequestState | None:
+    def remove(self, request_id: str, *, keep: bool = True) -> RequestState | None:
         """End a request in whatever state it is and free its memory at once.
+
+        Args:
+            request_id: whose.
+            keep: whether the prefix cache may keep its state, which goes over without a copy.
 
         Returns:
             what it was, or None if no such request is live.
@@ -111,6 +135,10 @@ class Scheduler:
         if state is None:
             return None
         (self._waiting if state.status is Status.WAITING else self._running).remove(state)
+        if keep and state.num_computed and self.prefix.enabled:
+            self.prefix.add(
+                state.token_ids, state.chain, state.num_computed, state.block_ids, state.slot
+            )
         self._release(state)
         state.finish()
         return state
@@ -130,9 +158,16 @@ class Scheduler:
         for state in self._running:
             if budget and state.status is Status.PREFILL:
                 size = min(budget, len(state.token_ids) - state.num_computed)
+                if state.marks:
+                    size = min(size, state.marks[0] - state.num_computed)
                 chunks.append(self._chunk(state, size))
                 budget -= size
-        return StepPlan(tuple(chunks))
+        if not chunks:
+            return StepPlan(())
+        plan = StepPlan(tuple(chunks), tuple(self._slot_copies), tuple(self._block_copies))
+        self._slot_copies.clear()
+        self._block_copies.clear()
+        return plan
 
     def commit(self, chunk: Chunk, sampled: int | None) -> FinishReason | None:
         """Record that a chunk ran; end the request if that was its last token.
@@ -144,9 +179,17 @@ class Scheduler:
         Returns:
             why the request has ended, or None if it goes on.
         """
-        reason = self._live[chunk.request_id].advance(len(chunk.token_ids), sampled)
+        state = self._live[chunk.request_id]
+        reason = state.advance(len(chunk.token_ids), sampled)
         if reason is not None:
             self.remove(chunk.request_id)
+        elif state.marks and state.marks[0] == state.num_computed:
+            del state.marks[0]
+            slot = self.prefix.add(
+                state.token_ids, state.chain, state.num_computed, state.block_ids
+            )
+            if slot:
+                self._slot_copies.append((state.slot, slot))
         return reason
 
     def check_integrity(self) -> None:
@@ -156,8 +199,10 @@ class Scheduler:
             RuntimeError: it is; a bug of this module.
         """
         running, waiting = self._running, list(self._waiting)
-        self.blocks.check_integrity(state.block_ids for state in running)
-        self.slots.check_integrity((state.slot,) for state in running)
+        kept = self.prefix.snapshots
+        self.prefix.check_integrity()
+        self.blocks.check_integrity((r.block_ids for r in running), (s.block_ids for s in kept))
+        self.slots.check_integrity(((r.slot,) for r in running), ((s.slot,) for s in kept))
         everyone = running + waiting
         arrivals = [state.arrival for state in everyone]
         if arrivals != sorted(arrivals):
@@ -197,15 +242,48 @@ class Scheduler:
             for state in self._running
             if state.status is Status.PREFILL
         )
-        while self._waiting and rows > 0 and self.slots.num_free:
+        while self._waiting and rows > 0 and len(self._running) < self._num_slots:
             state = self._waiting[0]
-            needed = self._blocks_for(len(state.token_ids))
-            if needed + len(self._running) > self.blocks.num_free:
+            if not self._give_memory(state):
                 return
-            self._waiting.popleft()
-            state.admit(self.slots.acquire(1)[0], self.blocks.acquire(needed))
-            self._running.append(state)
-            rows -= len(state.token_ids)
+            self._running.append(self._waiting.popleft())
+            rows -= len(state.token_ids) - state.num_computed
+
+    def _give_memory(self, state: RequestState) -> bool:
+        """Admit a request, with what the prefix cache has of its tokens; False if it does not fit."""
+        hit = self.prefix.find(state.token_ids, state.chain) if self.prefix.enabled else None
+        length = hit.length if hit else 0
+        shared = hit.block_ids[: length // self._block_size] if hit else ()
+        self.blocks.share(shared)  # first of all, so that they are not evicted
+        needed = self._blocks_for(len(state.token_ids)) - len(shared)
+        if needed + len(self._running) > self.blocks.num_free + self.blocks.num_idle:
+            self.blocks.release(shared)
+            return False
+        while self.blocks.num_free < needed and self.prefix.evict():
+            pass
+        own = self.blocks.acquire(needed)
+        (slot,) = self.slots.acquire(1)
+        if hit:
+            # If the hit was evicted just now, what it held is still there when copies are made.
+            self._slot_copies.append((hit.slot, slot))
+            if length % self._block_size:
+                self._block_copies.append((hit.block_ids[-1], own[0]))
+        state.admit(slot, shared + own, length)
+        if self.prefix.enabled:
+            state.marks = self._marks(state)
+        return True
+
+    def _marks(self, state: RequestState) -> list[int]:
+        """Where to take a snapshot: the branch from known prompts, the last boundary, the end.
+
+        A stop on the way costs a step, so it must be worth a block at least: a short new turn runs
+        through, and the next prompt goes on from its end.
+        """
+        end = len(state.token_ids)
+        last = (end - 1) // self._block_size * self._block_size
+        branch = self.prefix.branch(state.token_ids, state.chain)
+        least = state.num_computed + self._block_size
+        return sorted({end, *(mark for mark in (branch, last) if mark >= least)})
 
     def _grow(self, state: RequestState) -> bool:
         """Give a stream the block its newest token needs; False if it was preempted itself."""
@@ -213,6 +291,8 @@ class Scheduler:
         if missing <= 0:
             return True
         while self.blocks.num_free < missing:
+            if self.prefix.evict():
+                continue
             victim = self._running[-1]
             self._preempt(victim)
             if victim is state:

@@ -34,9 +34,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step runs: chunks of distinct requests, in batch order."""
+    """What one step runs: copies in the pools, then chunks of distinct requests, in batch order.
+
+    Every plan is run: what it copies is counted as copied from then on.
+
+    Args:
+        chunks: as said.
+        slot_copies: (from, to) slots, one after the other: a source may be an earlier target.
+        block_copies: (from, to) blocks, likewise.
+    """
 
     chunks: tuple[Chunk, ...]
+    slot_copies: tuple[tuple[int, int], ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

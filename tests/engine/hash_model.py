@@ -61,6 +61,10 @@ class HashRunner:
         if self.before_run is not None:
             self.before_run(plan)
         self.plans.append(plan)
+        for source, target in plan.slot_copies:
+            self.slots[target] = self.slots[source]
+        for source, target in plan.block_copies:
+            self.blocks[target] = list(self.blocks[source])
         rows = []
         for chunk in plan.chunks:
             self._write(chunk)

@@ -45,7 +45,7 @@ def make(
         vocab_size=VOCAB,
         num_blocks=config.num_blocks + 1,
         block_size=config.block_size,
-        num_slots=config.max_num_seqs + 1,
+        num_slots=config.resolve_num_slots(),
         before_run=before_run,
         after_run=after_run,
     )
@@ -83,9 +83,10 @@ class Collector:
         assert len({d.request_id for d in deltas}) == len(deltas)
         for delta in deltas:
             assert delta.request_id not in self.last, "nothing follows the last delta"
-            self.tokens[delta.request_id] += delta.token_ids
-            assert (delta.finish_reason is None) == (delta.usage is None)
+            first = not self.tokens[delta.request_id]
+            assert (delta.usage is not None) == (first or delta.finish_reason is not None)
             assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
+            self.tokens[delta.request_id] += delta.token_ids
             if delta.finish_reason is not None:
                 self.last[delta.request_id] = delta
 
@@ -155,7 +156,10 @@ def test_every_request_gets_what_it_would_get_alone(
     for r in requests:
         tokens, reason = alone(r)
         assert (tokens, reason) == (collector.tokens[r.id], collector.last[r.id].finish_reason)
-        assert collector.last[r.id].usage == Usage(len(r.prompt_ids), len(tokens))
+        usage = collector.last[r.id].usage
+        assert usage is not None
+        assert usage == Usage(len(r.prompt_ids), len(tokens), usage.cached_tokens)
+        assert 0 <= usage.cached_tokens < len(r.prompt_ids)
 
 
 def test_a_preempted_request_goes_on_as_it_began() -> None:
@@ -339,6 +343,66 @@ def test_stats_count() -> None:
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.steps) == (0, 0, 6)
     assert (stats.prompt_tokens, stats.completion_tokens) == (11, 5)
+
+
+def finished(core: EngineCore, r: GenerateRequest) -> tuple[list[int], list[TokenDelta]]:
+    """Run a request alone; its tokens and its deltas."""
+    core.submit(r)
+    deltas = []
+    while core.has_work:
+        deltas += core.step()
+    return [token for delta in deltas for token in delta.token_ids], deltas
+
+
+def test_cached_tokens_are_reported_from_the_first_delta_on() -> None:
+    """A second turn finds the first; the first delta says so, the last one again, stats add up."""
+    core = make()
+    tokens, deltas = finished(core, request("a", (1, 2, 3, 4, 5), max_tokens=4))
+    assert [delta.usage for delta in deltas] == [Usage(5, 1), None, None, Usage(5, 4)]
+    turn = (1, 2, 3, 4, 5, *tokens, 7)
+
+    _, deltas = finished(core, request("b", turn, max_tokens=3))
+
+    assert [delta.usage for delta in deltas] == [Usage(10, 1, 8), None, Usage(10, 3, 8)]
+    stats = core.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.prefix_hits) == (15, 8, 1)
+    assert stats.snapshots > 0
+    assert 0 < stats.cached_blocks < stats.total_blocks == stats.free_blocks
+
+
+def test_without_the_cache_nothing_is_kept() -> None:
+    """Switched off, an equal prompt is processed again and no memory is held."""
+    core = make(prefix_cache=False)
+    for name in "ab":
+        _, deltas = finished(core, request(name, (1, 2, 3, 4, 5)))
+        assert deltas[0].usage == Usage(5, 1, 0)
+
+    stats = core.stats()
+    assert (stats.snapshots, stats.cached_blocks, stats.cached_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["step", "logits"])
+def test_after_a_fault_nothing_kept_is_trusted(kind: str) -> None:
+    """What a failing model left in memory is no start for anybody."""
+    armed = [False]
+
+    def before_run(plan: StepPlan) -> None:
+        if armed[0] and kind == "step":
+            raise ValueError
+
+    def after_run(plan: StepPlan, logits: Tensor) -> Tensor:
+        return logits * math.nan if armed[0] and kind == "logits" else logits
+
+    core = make(before_run=before_run, after_run=after_run)
+    finished(core, request("a", (1, 2, 3, 4, 5)))
+    assert core.stats().snapshots > 0
+    armed[0] = True
+
+    _, deltas = finished(core, request("b", (9, 9)))
+
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert (core.stats().snapshots, core.stats().cached_blocks) == (0, 0)
+    core.check_integrity()
 
 
 def swap_blocks(runner: HashRunner) -> None:

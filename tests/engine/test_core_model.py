@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
-from engine.core import EngineCore, load_engine
+from engine.core import EngineCore, _salt, load_engine
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
@@ -131,26 +131,35 @@ def test_the_chunk_size_changes_no_token(
     assert run(load_engine(checkpoint, options), REQUESTS) == expected
 
 
+def poison_what_is_free(core: EngineCore, pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each step, fill all that neither a request nor the prefix cache holds."""
+    blocks, slots = core._scheduler.blocks, core._scheduler.slots
+    copy = pool.copy
+
+    def poisoning(*pairs: Any) -> None:
+        copy(*pairs)
+        pool.poison(slots=slots._free, blocks=blocks._free)
+        pool.history[slots._free] = 7
+
+    monkeypatch.setattr(pool, "copy", poisoning)
+
+
 def test_stale_memory_is_never_read(
     model: Model, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a freed slot or block still holds (here: NaN) reaches nobody."""
     pool = KVPool(
-        model.config, num_blocks=9, block_size=16, num_slots=5, device="cpu", dtype=torch.float32
+        model.config,
+        num_blocks=9,
+        block_size=16,
+        num_slots=OPTIONS.resolve_num_slots(),
+        device="cpu",
+        dtype=torch.float32,
     )
     core = EngineCore(
         ModelRunner(model, pool, torch.device("cpu")), OPTIONS, max_position_embeddings=1024
     )
-    scheduler = core._scheduler
-    pool.poison(slots=range(1, 5), blocks=range(1, 9))
-    release = scheduler._release
-
-    def poisoning(state: Any) -> None:
-        if state.slot:
-            pool.poison(slots=[state.slot], blocks=state.block_ids)
-        release(state)
-
-    monkeypatch.setattr(scheduler, "_release", poisoning)
+    poison_what_is_free(core, pool, monkeypatch)
 
     assert run(core, REQUESTS) == expected
     assert any(bool(t.isnan().any()) for t in pool.window)
@@ -162,7 +171,12 @@ def test_the_comparison_sees_shared_memory(
 ) -> None:
     """The tests above can fail: two requests in one slot, or in one block, get other tokens."""
     pool = KVPool(
-        model.config, num_blocks=31, block_size=16, num_slots=5, device="cpu", dtype=torch.float32
+        model.config,
+        num_blocks=31,
+        block_size=16,
+        num_slots=OPTIONS.resolve_num_slots(),
+        device="cpu",
+        dtype=torch.float32,
     )
     options = dataclasses.replace(OPTIONS, num_blocks=30)
     runner = ModelRunner(model, pool, torch.device("cpu"))
@@ -216,6 +230,26 @@ def test_options_that_do_not_fit_the_model_are_refused(
 
     with pytest.raises(EngineError, match=message):
         load_engine(checkpoint, options)
+
+
+def test_the_salt_names_model_layout_and_rounding(
+    checkpoint: Path, model: Model, tmp_path: Path
+) -> None:
+    """State of another checkpoint, block size, type or rounding mode is never taken for one's own."""
+    config = build.v41() if model.config.is_v41 else build.v4()
+    other = build.write(tmp_path / "model", config, seed=4)
+    rounding = load_model(checkpoint, round_trips="on")
+    salts = {
+        _salt(checkpoint, model, 16, torch.float32),
+        _salt(other, model, 16, torch.float32),
+        _salt(checkpoint, model, 32, torch.float32),
+        _salt(checkpoint, model, 16, torch.bfloat16),
+        _salt(checkpoint, rounding, 16, torch.float32),
+    }
+
+    assert len(salts) == 5
+    salt = load_engine(checkpoint, OPTIONS)._scheduler.prefix._salt
+    assert salt == _salt(checkpoint, model, 16, torch.float32)
 
 
 def test_a_missing_gpu_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,18 @@ from engine.options import EngineConfig, usable_cores
 def test_all_problems_are_named_at_once() -> None:
     """Each value out of range stands in the one message, with what is accepted and what came."""
     with pytest.raises(EngineError) as error:
-        EngineConfig(max_num_seqs=0, block_size=-1, cpu_threads=0, device="tpu")  # type: ignore[arg-type]
+        EngineConfig(
+            max_num_seqs=0,
+            block_size=-1,
+            max_snapshots=0,
+            cpu_threads=0,
+            device="tpu",  # type: ignore[arg-type]
+        )
 
     assert str(error.value) == (
         "engine options: max_num_seqs: expected at least 1, got 0;"
         " block_size: expected at least 1, got -1;"
+        " max_snapshots: expected at least 1, got 0;"
         " cpu_threads: expected at least 1, got 0;"
         " device: expected one of auto, cpu, cuda, got 'tpu'"
     )
@@ -57,6 +64,13 @@ def test_a_pool_too_small_for_one_request_is_refused() -> None:
     """A request that could never end is not accepted by way of a small pool."""
     with pytest.raises(EngineError, match="33 needs 9 blocks of 4 positions, got 8; raise num_bl"):
         EngineConfig(block_size=4, num_blocks=8).resolve_num_blocks(33)
+
+
+def test_snapshots_have_slots_beside_those_of_requests() -> None:
+    """One slot for each request that runs and each snapshot, and the dummy."""
+    assert EngineConfig(max_num_seqs=8, max_snapshots=20).resolve_num_slots() == 29
+    options = EngineConfig(max_num_seqs=8, max_snapshots=20, prefix_cache=False)
+    assert options.resolve_num_slots() == 9
 
 
 @pytest.mark.parametrize(

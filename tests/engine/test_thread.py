@@ -39,7 +39,11 @@ PATIENCE = 30.0  # seconds after which a test that hangs fails
 def make_core(before_run: Callable[[StepPlan], None] | None = None) -> EngineCore:
     options = EngineConfig(block_size=4, num_blocks=40, max_num_seqs=4, max_batched_tokens=16)
     runner = HashRunner(
-        vocab_size=VOCAB, num_blocks=41, block_size=4, num_slots=5, before_run=before_run
+        vocab_size=VOCAB,
+        num_blocks=41,
+        block_size=4,
+        num_slots=options.resolve_num_slots(),
+        before_run=before_run,
     )
     return EngineCore(runner, options, max_position_embeddings=CONTEXT)
 

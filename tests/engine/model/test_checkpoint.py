@@ -375,3 +375,18 @@ def test_unknown_transformers_names_are_listed():
         ConvertError, match=r"unknown tensors: model\.layers\.0\.attn\.norm\.weight"
     ):
         official_tensors(state)
+
+
+@pytest.mark.parametrize("change", ["nothing", "weights", "config", "tokenizer", "type"])
+def test_the_fingerprint_names_config_and_weights(tmp_path, change):
+    """Equal checkpoints have equal fingerprints in any folder; what changes the state changes it."""
+    config = build.v41()
+    first = Checkpoint(build.write(tmp_path / "first", config, seed=1)).fingerprint()
+    if change == "config":
+        config["text_config"]["rope_theta"] = 20000.0
+    seed, storage = 2 if change == "weights" else 1, "bf16" if change == "type" else "f32"
+    path = build.write(tmp_path / "second", config, seed=seed, storage=storage)
+    if change == "tokenizer":
+        (path / "tokenizer.json").write_text("{}")
+
+    assert (Checkpoint(path).fingerprint() == first) == (change == "nothing")

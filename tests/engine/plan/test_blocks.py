@@ -67,7 +67,7 @@ def hand_out_twice(pool: BlockPool) -> None:
 
 
 def miscount(pool: BlockPool) -> None:
-    pool._refcounts[1] += 1
+    pool._used[1] += 1
 
 
 def take_the_dummy(pool: BlockPool) -> None:

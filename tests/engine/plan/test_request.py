@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.api import FinishReason, GenerateRequest, SamplingParams
+from engine.plan.prefix import HashChain
 from engine.plan.request import RequestState, Status
 
 
@@ -12,7 +13,8 @@ def state(
     prompt: int = 4, *, max_tokens: int = 3, stop: tuple[int, ...] = (), ignore_eos: bool = False
 ) -> RequestState:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos)
-    return RequestState(GenerateRequest("r", tuple(range(prompt)), sampling), 0, max_model_len=8)
+    request = GenerateRequest("r", tuple(range(prompt)), sampling)
+    return RequestState(request, 0, 8, HashChain(b"", 4))
 
 
 def test_a_request_goes_from_prompt_to_end() -> None:

@@ -281,3 +281,149 @@ def test_check_integrity_sees_a_planted_fault(fault: Callable[[Scheduler], None]
 
     with pytest.raises(RuntimeError):
         scheduler.check_integrity()
+
+
+def cached(**changes: int) -> Scheduler:
+    return make(max_snapshots=6, max_batched_tokens=64, **changes)
+
+
+def finish(scheduler: Scheduler, name: str, ids: list[int], max_tokens: int = 3) -> list[int]:
+    """Run one request alone to its end; its whole sequence."""
+    scheduler.add(GenerateRequest(name, tuple(ids), SamplingParams(max_tokens=max_tokens)))
+    state = scheduler.get(name)
+    while scheduler.num_running or scheduler.num_waiting:
+        run(scheduler)
+    return state.token_ids
+
+
+def starts(scheduler: Scheduler, name: str, ids: list[int]) -> list[tuple[int, int]]:
+    """(start, length) of every chunk of a request that is to give one token."""
+    scheduler.add(GenerateRequest(name, tuple(ids), SamplingParams(max_tokens=1)))
+    found = []
+    while scheduler.num_running or scheduler.num_waiting:
+        found += [(start, length) for _, start, length in shape(run(scheduler))]
+    return found
+
+
+def test_a_next_turn_starts_where_the_last_one_ended() -> None:
+    """Prompt and generation of the turn before are not processed again, but for its last token."""
+    scheduler = cached()
+    first = finish(scheduler, "a", list(range(10)))
+    assert len(first) == 13
+
+    assert starts(scheduler, "b", [*first, 50, 51]) == [(12, 3)]
+
+
+def test_a_turn_that_was_rendered_anew_starts_at_its_prompt() -> None:
+    """Where only the generation differs, the prompt's end is the start."""
+    scheduler = cached()
+    first = finish(scheduler, "a", list(range(10)))
+
+    assert starts(scheduler, "b", [*first[:10], 50, 51, 52]) == [(10, 3)]
+
+
+def test_the_same_prompt_starts_at_its_last_boundary() -> None:
+    """Its last token's logits are wanted, so the state at its end is of no use to itself."""
+    scheduler = cached()
+    prompt = list(range(10))
+
+    assert starts(scheduler, "a", prompt) == [(0, 8), (8, 2)]
+    assert starts(scheduler, "b", prompt) == [(8, 2)]
+
+
+def test_a_common_beginning_is_kept_when_it_is_seen_again() -> None:
+    """The second prompt with the same system prompt stops where it leaves it; the third hits."""
+    scheduler = cached()
+    system = list(range(10))
+
+    assert starts(scheduler, "a", system + [20] * 7) == [(0, 16), (16, 1)]
+    assert starts(scheduler, "b", system + [21] * 7) == [(0, 8), (8, 8), (16, 1)]
+    assert starts(scheduler, "c", system + [22] * 7) == [(8, 8), (16, 1)]
+
+
+def test_a_stop_is_worth_a_block() -> None:
+    """A turn that adds less than a block beyond the hit is not cut at a boundary."""
+    scheduler = cached()
+    first = finish(scheduler, "a", list(range(10)))
+
+    assert starts(scheduler, "b", [*first, 50, 51, 52]) == [(12, 4)]
+    assert starts(scheduler, "c", [*first, 60, 61, 62, 63]) == [(12, 4), (16, 1)]
+
+
+def test_an_aborted_prompt_goes_on_where_it_was() -> None:
+    """A client that gave up and asks again does not wait for the same tokens twice."""
+    scheduler = make(max_snapshots=6)
+    scheduler.add(request("a", 30))
+    run(scheduler)
+    run(scheduler)
+    scheduler.remove("a")
+
+    assert starts(scheduler, "b", list(range(30)))[0] == (16, 8)
+
+
+def test_what_failed_is_not_kept() -> None:
+    """State that may be wrong goes with its request."""
+    scheduler = cached()
+    scheduler.add(request("a", 10))
+    run(scheduler)
+    scheduler.remove("a", keep=False)
+
+    assert [snapshot.length for snapshot in scheduler.prefix.snapshots] == [8]
+
+
+def test_cached_blocks_give_way_to_requests() -> None:
+    """A prompt that needs the whole pool gets it; what was kept is evicted, oldest first."""
+    scheduler = cached()
+    finish(scheduler, "a", list(range(10)))
+    assert scheduler.blocks.num_free < 16
+
+    assert starts(scheduler, "b", [9] * 63) == [(0, 60), (60, 3)]
+
+    assert scheduler.num_preemptions == 0
+    assert scheduler.prefix.num_evictions > 0
+
+
+def test_a_stream_grows_into_cached_blocks_before_anybody_is_preempted() -> None:
+    """Room that only the cache holds is free room."""
+    scheduler = cached()
+    finish(scheduler, "a", list(range(30)))
+    scheduler.add(request("b", 1, max_tokens=62))
+    for _ in range(70):
+        run(scheduler)
+
+    assert scheduler.num_running == 0
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_hit_does_not_let_in_what_does_not_fit() -> None:
+    """Blocks of the hit itself are not counted as room: in use, they cannot be evicted."""
+    scheduler = cached(num_blocks=16)
+    known = finish(scheduler, "a", list(range(20)), max_tokens=1)
+    scheduler.add(GenerateRequest("b", tuple(range(100, 139)), SamplingParams(max_tokens=20)))
+    run(scheduler)  # ten of sixteen blocks; five hold the snapshots of "a"
+
+    scheduler.add(GenerateRequest("c", (*known, *range(50, 60)), SamplingParams(max_tokens=1)))
+
+    assert [c[0] for c in shape(run(scheduler))] == ["b"]
+    assert scheduler.num_waiting == 1
+    scheduler.check_integrity()
+
+
+def test_a_preempted_request_finds_its_own_prompt() -> None:
+    """What is left of its memory in the cache is not computed again, nor reported as cached."""
+    scheduler = cached(num_blocks=20)
+    scheduler.add(request("old", 27, max_tokens=20))
+    scheduler.add(GenerateRequest("young", tuple(range(100, 127)), SamplingParams(max_tokens=37)))
+    young = scheduler.get("young")
+    resumed = []
+    for _ in range(150):
+        before = scheduler.num_preemptions
+        for name, start, length in shape(run(scheduler)):
+            if name == "young" and length > 1:
+                resumed.append(start)
+        assert scheduler.num_preemptions - before in (0, 1)
+
+    assert scheduler.num_preemptions > 0
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert young.cached_tokens == 0
+    assert resumed == [0, 24, 27]

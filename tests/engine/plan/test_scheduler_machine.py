@@ -1,11 +1,15 @@
-"""Scheduler under any sequence of arrivals, steps, aborts and faults.
+"""Scheduler and prefix cache under any sequence of arrivals, steps, aborts and faults.
 
-The machine executes plans on a memory of its own: each block cell and each slot remembers which
-request wrote which position there. So a block given to two requests, a slot used before its reset
-and a position that was never processed all show as a wrong memory, not only as wrong counters.
+The machine executes plans on a memory of its own: each block cell and each slot remembers the whole
+prefix it was written after. So a block that two requests write, a slot used before its reset or its
+restore, and a position that was never processed all show as a wrong memory, not only as wrong
+counters. Whose memory it was does not matter: with the cache, equal prefixes share it.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings, strategies as st
@@ -20,6 +24,7 @@ from hypothesis.stateful import (
 
 from engine.api import FinishReason, GenerateRequest, SamplingParams
 from engine.plan.blocks import BlockPool
+from engine.plan.prefix import HashChain, PrefixCache, Snapshot
 from engine.plan.request import RequestState
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import Chunk
@@ -40,7 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 4),
         spare_rows=st.integers(1, 8),
         max_model_len=st.integers(4, 24),
-        spare_blocks=st.integers(0, 6),
+        spare_blocks=st.integers(0, 4),
+        max_snapshots=st.integers(0, 6),
     )
     def sizes(
         self,
@@ -49,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_rows: int,
         max_model_len: int,
         spare_blocks: int,
+        max_snapshots: int,
     ) -> None:
         self.block_size = block_size
         self.budget = num_slots + spare_rows
@@ -61,28 +68,48 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_slots=num_slots,
             max_batched_tokens=self.budget,
             max_model_len=max_model_len,
+            max_snapshots=max_snapshots,
         )
+        self.max_snapshots = max_snapshots
         self.count = 0
         self.order: list[str] = []  # live requests by arrival
         self.requests: dict[str, tuple[GenerateRequest, int]] = {}
         self.output: dict[str, list[int]] = {}
-        self.cells: dict[tuple[int, int], tuple[str, int, int]] = {}
-        self.slots: dict[int, tuple[str, int]] = {}
+        self.known: list[list[int]] = [[]]  # sequences of the past, to begin prompts with
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[int, tuple[int, ...]] = {}
 
     @rule(
-        prompt=st.integers(1, 30),
+        pick=st.integers(0, 1000),
+        dropped=st.integers(0, 3),
+        prompt=st.integers(1, 6),
+        flavour=st.integers(0, 1),
         max_tokens=st.integers(1, 30),
         stop_at=st.integers(0, 30),
         ignore_eos=st.booleans(),
     )
-    def add(self, prompt: int, max_tokens: int, stop_at: int, ignore_eos: bool) -> None:
-        prompt = min(prompt, self.max_model_len - 1)
+    def add(
+        self,
+        pick: int,
+        dropped: int,
+        prompt: int,
+        flavour: int,
+        max_tokens: int,
+        stop_at: int,
+        ignore_eos: bool,
+    ) -> None:
+        # A prompt goes on from another request's sequence, whole or nearly so. The new part is the
+        # same but for its first token, so that equal blocks follow different prefixes.
+        past = self.known[pick % len(self.known)] if pick % 2 else []
+        past = past[: max(0, len(past) - dropped)]
+        ids = [*past, flavour, *range(2, 1 + prompt)][: self.max_model_len - 1]
         name = f"r{self.count}"
         self.count += 1
         sampling = SamplingParams(
             max_tokens=max_tokens, stop_token_ids=(STOP,), ignore_eos=ignore_eos
         )
-        request = GenerateRequest(name, tuple(range(prompt)), sampling)
+        request = GenerateRequest(name, tuple(ids), sampling)
+        self.known.append(ids)
         self.scheduler.add(request)
         self.order.append(name)
         self.requests[name] = (request, stop_at)
@@ -97,10 +124,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         names = [chunk.request_id for chunk in plan.chunks]
         assert len(names) == len(set(names))
         assert self.order[0] in names, "the oldest request advances in every step"
-        for position, chunk in enumerate(plan.chunks):
+        for source, target in plan.slot_copies:
+            self.slots[target] = self.slots[source]
+        for source, target in plan.block_copies:
+            for offset in range(self.block_size):
+                self.cells[target, offset] = self.cells.get((source, offset), ())
+        for chunk in plan.chunks:
             self.execute(chunk)
+        for position, chunk in enumerate(plan.chunks):
             if position in faults:
-                self.scheduler.remove(chunk.request_id)
+                self.scheduler.remove(chunk.request_id, keep=False)
+                self.scheduler.prefix.clear()
                 self.order.remove(chunk.request_id)
             else:
                 self.commit(chunk)
@@ -109,12 +143,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def abort(self, pick: int) -> None:
         name = self.order.pop(pick % len(self.order))
-        free = self.scheduler.blocks.num_free
-        held = len(self.scheduler.get(name).block_ids)
+        self.known.append(list(self.scheduler.get(name).token_ids))
 
         assert self.scheduler.remove(name) is not None
-
-        assert self.scheduler.blocks.num_free == free + held
         assert self.scheduler.remove(name) is None
 
     def execute(self, chunk: Chunk) -> None:
@@ -123,20 +154,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         request, _ = self.requests[name]
         sequence = list(request.prompt_ids) + self.output[name]
         end = chunk.start + len(chunk.token_ids)
+        assert chunk.token_ids
         assert list(chunk.token_ids) == sequence[chunk.start : end]
         assert chunk.wants_logits == (end == len(sequence))
         assert chunk.slot != 0
         assert 0 not in chunk.block_ids
         assert len(chunk.block_ids) == len(set(chunk.block_ids))
         if chunk.start:
-            assert self.slots[chunk.slot] == (name, chunk.start)
-        self.slots[chunk.slot] = (name, end)
+            assert self.slots[chunk.slot] == tuple(sequence[: chunk.start])
+        self.slots[chunk.slot] = tuple(sequence[:end])
         for position in range(end):
             block, offset = divmod(position, self.block_size)
             cell = (chunk.block_ids[block], offset)
             if position >= chunk.start:
-                self.cells[cell] = (name, position, sequence[position])
-            assert self.cells[cell] == (name, position, sequence[position])
+                self.cells[cell] = tuple(sequence[: position + 1])
+            assert self.cells[cell] == tuple(sequence[: position + 1])
 
     def commit(self, chunk: Chunk) -> None:
         name = chunk.request_id
@@ -148,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert reason is self.expected_end(name)
         if reason is not None:
             self.order.remove(name)
+            self.known.append([*self.requests[name][0].prompt_ids, *self.output[name]])
 
     def expected_end(self, name: str) -> FinishReason | None:
         request, _ = self.requests[name]
@@ -166,9 +199,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.check_integrity()
         assert scheduler.num_running + scheduler.num_waiting == len(self.order)
-        held = sum(len(scheduler.get(name).block_ids) for name in self.order)
-        assert held + scheduler.blocks.num_free == self.num_blocks
-        assert scheduler.num_running + scheduler.slots.num_free == self.num_slots
+        held = {block for name in self.order for block in scheduler.get(name).block_ids}
+        blocks, kept = scheduler.blocks, len(scheduler.prefix)
+        assert len(held) + blocks.num_idle + blocks.num_free == self.num_blocks
+        assert kept <= self.max_snapshots
+        total = self.num_slots + self.max_snapshots
+        assert scheduler.num_running + kept + scheduler.slots.num_free == total
 
     def teardown(self) -> None:
         """Every request ends, in a bounded number of steps, and all memory comes back."""
@@ -180,8 +216,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.step(set())
                 self.books_are_right()
         assert not self.order
+        self.scheduler.prefix.clear()
         assert self.scheduler.blocks.num_free == self.num_blocks
-        assert self.scheduler.slots.num_free == self.num_slots
+        assert self.scheduler.slots.num_free == self.num_slots + self.max_snapshots
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -209,15 +246,13 @@ def lose_tokens_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestState, "preempt", forgetful)
 
 
-def keep_progress_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempt = RequestState.preempt
+def believe_a_token_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = RequestState.admit
 
-    def stale(self: RequestState) -> None:
-        computed = self.num_computed
-        preempt(self)
-        self.num_computed = computed - 1
+    def wrong(self: RequestState, slot: int, blocks: tuple[int, ...], done: int = 0) -> None:
+        admit(self, slot, blocks, done + 1 if 0 < done < len(self.token_ids) - 1 else done)
 
-    monkeypatch.setattr(RequestState, "preempt", stale)
+    monkeypatch.setattr(RequestState, "admit", wrong)
 
 
 def preempt_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +268,108 @@ def never_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_grow", lambda self, state: True)
 
 
+def hit_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = PrefixCache.find
+
+    def wrong(self: PrefixCache, ids: list[int], chain: HashChain) -> Snapshot | None:
+        return find(self, [*ids, -1], chain)
+
+    monkeypatch.setattr(PrefixCache, "find", wrong)
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
+    plan = Scheduler.plan
+    monkeypatch.setattr(
+        Scheduler, "plan", lambda self: dataclasses.replace(plan(self), **{copies: ()})
+    )
+
+
+def restore_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, "slot_copies")
+
+
+def copy_no_open_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, "block_copies")
+
+
+def write_into_the_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    give = Scheduler._give_memory
+
+    def wrong(self: Scheduler, state: RequestState) -> bool:
+        before = len(self._block_copies)
+        given = give(self, state)
+        if len(self._block_copies) > before and self.blocks._cached[self._block_copies[-1][0]]:
+            source, target = self._block_copies.pop()
+            self.blocks.share((source,))
+            self.blocks.release((target,))
+            state.block_ids = tuple(source if b == target else b for b in state.block_ids)
+        return given
+
+    monkeypatch.setattr(Scheduler, "_give_memory", wrong)
+
+
+def hash_blocks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchained(self: HashChain, ids: list[int]) -> list[bytes]:
+        size = self._block_size
+        blocks = [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+        return [b"", *(repr((i, block)).encode() for i, block in enumerate(blocks))]
+
+    monkeypatch.setattr(HashChain, "links", unchained)
+
+
+def ignore_the_open_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = PrefixCache.find
+
+    def wrong(self: PrefixCache, ids: list[int], chain: HashChain) -> Snapshot | None:
+        found = find(self, ids, chain)
+        for full in range((len(ids) - 1) // self._block_size, -1, -1):
+            for tail in self._tails.get(chain.links(ids)[full], ()):
+                if full * self._block_size + len(tail) < len(ids):
+                    return self._snapshots[chain.links(ids)[full], tail]
+        return found
+
+    monkeypatch.setattr(PrefixCache, "find", wrong)
+
+
+def evict_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = PrefixCache._drop
+
+    def wrong(self: PrefixCache, snapshot: Snapshot) -> None:
+        drop(self, snapshot)
+        used = [b for b in snapshot.block_ids if self._blocks._used[b]]
+        self._blocks.release(used)
+
+    monkeypatch.setattr(PrefixCache, "_drop", wrong)
+
+
+def take_a_slot_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: PrefixCache, *args: object) -> int:
+        slot = add(self, *args)
+        if slot and not self._slots._used[slot]:
+            self._slots.release((slot,), cache=True)
+        return slot
+
+    add: Any = PrefixCache.add
+    monkeypatch.setattr(PrefixCache, "add", wrong)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
         forget_to_release,
         hand_out_held_blocks,
         lose_tokens_on_preemption,
-        keep_progress_on_preemption,
+        believe_a_token_too_much,
         preempt_the_oldest,
         never_grow,
+        hit_the_whole_prompt,
+        restore_no_slot,
+        copy_no_open_block,
+        write_into_the_shared_block,
+        hash_blocks_apart,
+        ignore_the_open_block,
+        evict_what_is_used,
+        take_a_slot_and_give_it_back,
     ],
 )
 def test_the_machine_catches_a_planted_fault(
@@ -254,7 +382,7 @@ def test_the_machine_catches_a_planted_fault(
         run_state_machine_as_test(
             SchedulerMachine,
             settings=settings(
-                max_examples=300,
+                max_examples=600,
                 stateful_step_count=40,
                 derandomize=True,
                 database=None,

@@ -1,0 +1,199 @@
+"""Who gets what memory and why, before anything is loaded: `bathyal engine plan`.
+
+Figures are those of this engine as it stands: weights are held dequantised, every request and every
+snapshot has a slot of fixed size, and blocks grow with the tokens in memory. Pool sizes come from
+the table that the pools are made of (engine.plan.layout), so they are exact; so are those of the
+weights. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import ModelConfig
+from engine.model.names import part, tensor_specs
+from engine.options import EngineConfig
+from engine.plan.layout import Group, PoolTensor, pool_tensors
+
+#: Share of a budget that is left to activations, the allocator and kernels. A rule of thumb.
+RESERVE = 0.1
+#: Files with a container's memory limit in bytes: cgroup v2, then v1.
+LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+#: cgroup v1 says "no limit" by a number near 2**63.
+NO_LIMIT = 2**60
+
+_GROUPS: dict[Group, str] = {
+    "window": "window rings",
+    "state": "compressor state",
+    "index_state": "index compressor state",
+    "history": "n-gram history",
+    "entries": "compressed entries",
+    "index_keys": "index keys",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One owner of memory.
+
+    Args:
+        owner: "weights", "slots" or "blocks"; "host" for what stays out of the device's budget.
+        what: which part.
+        nbytes: its size.
+        why: where the size comes from.
+    """
+
+    owner: str
+    what: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the engine allocates, and what would fit.
+
+    Args:
+        items: by owner.
+        budget: bytes of the device; None if nobody said.
+        block_nbytes: bytes of one block over all layers.
+        num_blocks: blocks that the engine makes, the dummy not counted.
+        blocks_wanted: blocks for all requests at full context at once.
+        block_size: tokens per block.
+    """
+
+    items: tuple[Item, ...]
+    budget: int | None
+    block_nbytes: int
+    num_blocks: int
+    blocks_wanted: int
+    block_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's budget that are allocated."""
+        return sum(item.nbytes for item in self.items if item.owner != "host")
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of the budget that are left to activations, the allocator and kernels."""
+        return 0 if self.budget is None else math.ceil(self.budget * RESERVE)
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits; True if no budget is known."""
+        return self.budget is None or self.nbytes + self.reserve <= self.budget
+
+    @property
+    def blocks_possible(self) -> int | None:
+        """Most blocks the budget has room for beside weights and slots; None without a budget."""
+        if self.budget is None:
+            return None
+        fixed = self.nbytes - self.num_blocks * self.block_nbytes
+        free = self.budget - self.reserve - fixed
+        # A model of window layers only has blocks of no size.
+        return max(0, free) // self.block_nbytes if self.block_nbytes else self.num_blocks
+
+
+def container_memory(files: Iterable[Path] = LIMIT_FILES) -> int | None:
+    """Give the container's memory limit in bytes, None where there is none.
+
+    The machine's whole memory (MemTotal) is not asked: it may belong to others.
+
+    Args:
+        files: places of the limit, the first that can be read counts.
+    """
+    for file in files:
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        if not text.isdecimal():  # "max"
+            return None
+        return None if int(text) >= NO_LIMIT else int(text)
+    return None
+
+
+def plan_memory(
+    config: ModelConfig, options: EngineConfig, *, itemsize: int, budget: int | None
+) -> MemoryPlan:
+    """Work out what the engine allocates for a model.
+
+    Args:
+        config: of the model.
+        options: how it will be run; max_model_len None plans for the model's own context.
+        itemsize: bytes of an element of the engine's dtype, 2 for bfloat16, 4 for float32.
+        budget: bytes of the device.
+
+    Raises:
+        EngineError: the options do not fit the model.
+    """
+    context = options.resolve_max_model_len(config.max_position_embeddings)
+    num_blocks = options.resolve_num_blocks(context)
+    parts = list(pool_tensors(config, options.block_size))
+    items = (*_weights(config, itemsize), *_pools(parts, options, num_blocks, itemsize))
+    return MemoryPlan(
+        items=items,
+        budget=budget,
+        block_nbytes=sum(p.nbytes(itemsize) for p in parts if p.per_block),
+        num_blocks=num_blocks,
+        blocks_wanted=options.max_num_seqs * -(-context // options.block_size),
+        block_size=options.block_size,
+    )
+
+
+def _weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:
+    """Weights in memory, by part; engine.model.weights says what is fused and multiplied in."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    tensors: defaultdict[str, int] = defaultdict(int)
+    tables = 0
+    for name, spec in tensor_specs(config).items():
+        size = math.prod(spec.shape)
+        if spec.unused:
+            continue
+        if spec.role == "table":
+            # On disk in FP8 with a scale byte per 32 values, or in bfloat16.
+            tables += size + size // 32 if config.is_quantised else 2 * size
+        elif not name.endswith(("_scale", ".k_weight")):  # multiplied into others at load
+            width = {"linear": itemsize, "expert": itemsize, "ids": 8}.get(spec.role, 4)
+            copies = 2 if name.endswith(".ape") else 1  # with zeros for the kv half
+            sizes[part(name)] += size * width * copies
+            tensors[part(name)] += 1
+    for what, nbytes in sorted(sizes.items(), key=lambda pair: -pair[1]):
+        why = (
+            f"{tensors[what]:,} tensors; {itemsize} bytes an element of a linear or expert, else 4"
+        )
+        yield Item("weights", what, nbytes, why)
+    if tables:
+        yield Item("host", "Engram tables", tables, "mapped from disk, read row by row")
+
+
+def _pools(
+    parts: list[PoolTensor], options: EngineConfig, num_blocks: int, itemsize: int
+) -> Iterator[Item]:
+    running, snapshots = options.max_num_seqs, options.resolve_max_snapshots()
+    slots = f"({running} requests + {snapshots} snapshots + 1 spare)"
+    blocks = f"({num_blocks} of {options.block_size} tokens + 1 spare)"
+    shapes: defaultdict[tuple[Group, tuple[int, ...]], list[PoolTensor]] = defaultdict(list)
+    for tensor in parts:
+        shapes[tensor.group, tensor.shape].append(tensor)
+    for (group, shape), same in shapes.items():
+        each = same[0].nbytes(itemsize)
+        if not each:
+            continue
+        count = num_blocks + 1 if same[0].per_block else options.resolve_num_slots()
+        owner = "blocks" if same[0].per_block else "host" if group == "history" else "slots"
+        why = f"{each:,} bytes x {blocks if owner == 'blocks' else slots}"
+        if group != "history":
+            why = f"layers {', '.join(str(tensor.layer) for tensor in same)}: {why} each"
+        what = _GROUPS[group]
+        if owner == "blocks":
+            what += f", ratio {options.block_size // shape[0]}"
+        yield Item(owner, what, each * len(same) * count, why)

@@ -1,0 +1,97 @@
+"""Which tensors the pools are made of: the one table that the pools and the memory plan read.
+
+Shapes follow from the configuration alone (model.md 3). Knows nothing of tensors: no torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config import Layer, ModelConfig
+
+Group = Literal["window", "entries", "index_keys", "state", "index_state", "history"]
+#: "cache": what the engine's dtype is; "state": float32 at least, since pending rows are summed up
+#: much later and bfloat16 there costs accuracy (model.md 7); "ids": int64.
+Kind = Literal["cache", "state", "ids"]
+BLOCK_GROUPS: tuple[Group, ...] = ("entries", "index_keys")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTensor:
+    """One tensor of the pools, without its first dimension.
+
+    Args:
+        group: what it holds; see engine.device.kvpool.KVPool.
+        layer: its owner; -1 for the history, which belongs to the model.
+        shape: of one slot's or one block's part.
+        kind: of its elements.
+    """
+
+    group: Group
+    layer: int
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def per_block(self) -> bool:
+        """Whether there is one part for each block; else for each slot."""
+        return self.group in BLOCK_GROUPS
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of one slot's or one block's part.
+
+        Args:
+            itemsize: bytes of an element of the engine's dtype.
+        """
+        size = {"cache": itemsize, "state": max(itemsize, 4), "ids": 8}[self.kind]
+        return math.prod(self.shape) * size
+
+
+def ring_rows(layer: Layer) -> int:
+    """Pending rows a compressor keeps per slot: its open group and, with overlap, the one before."""
+    return layer.ratio * (2 if layer.overlap else 1)
+
+
+def pool_tensors(config: ModelConfig, block_size: int) -> Iterator[PoolTensor]:
+    """Every tensor of the pools, layer by layer.
+
+    Args:
+        config: of the model.
+        block_size: tokens a block covers; a multiple of every compress ratio.
+    """
+    head, index = config.head_dim, config.index_head_dim
+    for layer in config.layers:
+        at = layer.index
+        yield PoolTensor("window", at, (config.sliding_window, head), "cache")
+        if not layer.owns_entries:
+            continue
+        per_block, halves = block_size // layer.ratio, 2 if layer.overlap else 1
+        yield PoolTensor("entries", at, (per_block, head), "cache")
+        if layer.ratio > 1:
+            rows = ring_rows(layer)
+            yield PoolTensor("state", at, (rows, 2 * halves * head), "state")
+            if layer.owns_index_keys and not config.is_v41:
+                yield PoolTensor("index_state", at, (rows, 2 * halves * index), "state")
+        if layer.owns_index_keys:
+            yield PoolTensor("index_keys", at, (per_block, index), "cache")
+    history = config.engram.history_len if config.engram else 0
+    yield PoolTensor("history", -1, (history,), "ids")
+
+
+def layout_fingerprint(config: ModelConfig, block_size: int, dtype: str) -> bytes:
+    """Name how state lies in the pools; differs where a saved slot or block would be misread.
+
+    Args:
+        config: of the model.
+        block_size: tokens a block covers.
+        dtype: of "cache" elements, as torch spells it.
+
+    Returns:
+        32 bytes.
+    """
+    text = repr((block_size, dtype, tuple(pool_tensors(config, block_size))))
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()

@@ -1,0 +1,176 @@
+"""The memory plan: exact where it says so, and honest about the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from engine import TINY_CHECKPOINT
+from engine.cli import main
+from engine.config import ModelConfig
+from engine.core import load_engine
+from engine.device.kvpool import KVPool
+from engine.memory import RESERVE, MemoryPlan, container_memory, plan_memory
+from engine.model.checkpoint import load_model
+from engine.model.engram import EngramTable
+from engine.options import EngineConfig
+from tests.engine.model import build
+
+OPTIONS = EngineConfig(
+    block_size=32, num_blocks=5, max_num_seqs=2, max_snapshots=3, max_model_len=100
+)
+CONFIGS = {"v4": build.v4(), "v41": build.v41(), "v41-image": build.v41(image=True)}
+
+
+def of(plan: MemoryPlan, *owners: str) -> int:
+    return sum(item.nbytes for item in plan.items if item.owner in owners)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_pools_are_as_large_as_planned(name: str, dtype: torch.dtype, prefix_cache: bool) -> None:
+    """Slots, snapshots, blocks and history agree with the pools to the byte."""
+    config = ModelConfig.from_dict(CONFIGS[name])
+    options = dataclasses.replace(OPTIONS, prefix_cache=prefix_cache)
+    pool = KVPool(
+        config,
+        num_blocks=6,
+        block_size=32,
+        num_slots=6 if prefix_cache else 3,
+        dtype=dtype,
+    )
+
+    plan = plan_memory(config, options, itemsize=dtype.itemsize, budget=None)
+
+    history = sum(item.nbytes for item in plan.items if item.what == "n-gram history")
+    assert of(plan, "slots", "blocks") + history == pool.nbytes
+    assert history == pool.history.nbytes
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree of dataclasses, but for the tables on disk."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, EngramTable):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_as_large_as_planned(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What the model holds after loading agrees with the plan to the byte."""
+    path = build.write(tmp_path / "model", CONFIGS[name])
+    model = load_model(path, dtype=dtype)
+    held = {id(tensor): tensor.nbytes for tensor in tensors(model._weights)}
+
+    plan = plan_memory(model.config, OPTIONS, itemsize=dtype.itemsize, budget=None)
+
+    assert of(plan, "weights") == sum(held.values())
+
+
+def test_the_checkpoint_that_ships_takes_what_is_planned() -> None:
+    """Loaded with its default options, as the server does."""
+    core = load_engine(TINY_CHECKPOINT, EngineConfig(device="cpu"))
+    pool, model = core._runner._pool, core._runner._model  # type: ignore[attr-defined]
+
+    plan = plan_memory(model.config, EngineConfig(), itemsize=4, budget=None)
+
+    assert of(plan, "slots", "blocks") + pool.history.nbytes == pool.nbytes
+    assert of(plan, "weights") == sum({id(t): t.nbytes for t in tensors(model._weights)}.values())
+    assert plan.num_blocks == core.stats().total_blocks
+
+
+@given(st.integers(0, 40_000_000))
+def test_the_solver_finds_the_most_blocks_that_fit(budget: int) -> None:
+    """With as many blocks as it says the plan fits; with one more it does not."""
+    config = ModelConfig.from_dict(CONFIGS["v41"])
+    possible = plan_memory(config, OPTIONS, itemsize=4, budget=budget).blocks_possible
+    assert possible is not None
+
+    def fits(num_blocks: int) -> bool:
+        options = dataclasses.replace(OPTIONS, num_blocks=num_blocks)
+        return plan_memory(config, options, itemsize=4, budget=budget).fits
+
+    assert possible < 4 or fits(possible)
+    assert not fits(max(possible, 3) + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("8589934592\n", 2**33), ("max\n", None), (str(2**63 - 4096), None), (None, None)],
+)
+def test_the_containers_limit_counts(text: str | None, want: int | None, tmp_path: Path) -> None:
+    """Bytes of cgroup v2 or v1; "max", v1's huge number and no file at all are no limit."""
+    file = tmp_path / "memory.max"
+    if text is not None:
+        file.write_text(text)
+
+    assert container_memory([tmp_path / "absent", file]) == want
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        ("--gpu-gb 1 --host-gb 4", 0, "verdict   fits"),
+        ("--gpu-gb 0.05 --host-gb 4", 1, "verdict   DOES NOT FIT"),
+        ("--host-gb 1", 0, "CPU, 1,000,000,000 bytes, --host-gb"),
+        ("--context 512 --concurrency 20 --host-gb 1", 0, "20 requests + 64 snapshots + 1 spare"),
+    ],
+)
+def test_the_command_says_who_gets_what(
+    flags: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every group of memory stands in the output, with the verdict as exit code."""
+    assert main(["plan", *flags.split()]) == code
+
+    out = capsys.readouterr().out
+    assert said in out
+    for what in (
+        "routed experts",
+        "window rings",
+        "compressor state",
+        "compressed entries, ratio 2",
+        "compressed entries, ratio 1",
+        "index keys, ratio 1",
+        "Engram tables",
+        "n-gram history",
+    ):
+        assert what in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpu-gb 0", "--gpu-gb: expected a number of gigabytes above 0, got 0.0"),
+        ("--host-gb nan", "--host-gb: expected a number of gigabytes above 0, got nan"),
+        ("--context 1", "max_model_len: expected at least 2, got 1"),
+        ("--context 9999", "the model's context is 4096 tokens, got 9999"),
+        ("--concurrency 0", "max_num_seqs: expected at least 1, got 0"),
+        ("--model /nonexistent", "file not found"),
+    ],
+)
+def test_misuse_is_named(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and one line with what was expected and what came."""
+    assert main(["plan", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_reserve_is_part_of_the_verdict() -> None:
+    """What allocations leave of the budget must cover activations too."""
+    config = ModelConfig.from_dict(CONFIGS["v4"])
+    need = plan_memory(config, OPTIONS, itemsize=4, budget=None).nbytes
+
+    assert not plan_memory(config, OPTIONS, itemsize=4, budget=need).fits
+    assert plan_memory(config, OPTIONS, itemsize=4, budget=int(need / (1 - RESERVE)) + 2).fits
