@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -216,9 +216,12 @@ def _run_client(
         output, _ = process.communicate(timeout=SECONDS)
         status: int | None = process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        output, status = b"", None
+    finally:
+        with suppress(ProcessLookupError):  # it, and what it left running
+            os.killpg(process.pid, signal.SIGKILL)
+    if status is None:
         output, _ = process.communicate()
-        status = None
     text = output.decode(errors="replace")
     (work.parent / "client.out").write_text(text)
     return status, text

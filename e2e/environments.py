@@ -20,7 +20,7 @@ def install(client: Client) -> None:
     """Install a client's packages unless they are there.
 
     Raises:
-        InstallError: pip or npm failed.
+        InstallError: pip or npm failed, or is not there.
     """
     stamp = client.folder / "packages"
     wanted = "\n".join(client.packages)
@@ -41,7 +41,10 @@ def interpreter(client: Client) -> Path:
 
 
 def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InstallError(f"{command[0]}: {error.strerror}") from error
     if done.returncode:
         last_words = (done.stderr or done.stdout).strip()[-300:]
         raise InstallError(f"{command[0]} ended with {done.returncode}: {last_words}")

@@ -60,9 +60,10 @@ def merged(
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Write the page."""
     passed = sum(row["verdict"] == "PASS" for row in rows)
+    isolated = sum(row["isolated"] for row in rows)
     lines = [
         HEAD,
-        f"{passed} of {len(rows)} loops pass.",
+        f"{passed} of {len(rows)} loops pass; {isolated} ran in such a namespace.",
         "",
         "| client | version | protocol | driven as | verdict | reasoning | note |",
         "|---|---|---|---|---|---|---|",

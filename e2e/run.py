@@ -70,14 +70,14 @@ def _rows(client: Client, prefix: tuple[str, ...]) -> list[dict[str, Any]]:
     try:
         install(client)
     except InstallError as error:
-        return _failed(client, f"not installed: {error}", from_run=0)
+        return [{**row, "isolated": False} for row in _failed(client, f"not installed: {error}", 0)]
     command = [*prefix, sys.executable, "-m", "e2e.run", "--loops", client.name]
     done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, check=False)
     rows = [orjson.loads(line) for line in done.stdout.splitlines()]
     if done.returncode:
         last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        rows += _failed(client, f"not driven: {' '.join(last_words)}", from_run=len(rows))
-    return rows
+        rows += _failed(client, f"not driven: {' '.join(last_words)}", len(rows))
+    return [{**row, "isolated": bool(prefix)} for row in rows]
 
 
 def _failed(client: Client, note: str, from_run: int) -> list[dict[str, Any]]:

@@ -116,7 +116,8 @@ def _log_faults(client_errors: tuple[str, ...], log: list[dict[str, Any]]) -> li
             if line["status"] < 500 and line["outcome"] in meant:
                 meant.remove(line["outcome"])
             else:
-                faults.append(f"{line['route']} was answered {line['status']} {line['outcome']}")
+                where = line.get("path", line["route"])
+                faults.append(f"{where} was answered {line['status']} {line['outcome']}")
         elif line["level"] in ("warning", "error", "critical"):
             faults.append(f"the server logged: {line['message']}")
     return faults + [f"the client was not refused: {outcome}" for outcome in meant]
