@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import datetime
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -212,7 +213,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "name": arguments.name,
         "model": model,
         "suite": metadata.version("bathyal"),
-        "command": "bathyal-conform " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["bathyal-conform", *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     found = asyncio.run(_against(arguments, todo, key, model, expected, meta))

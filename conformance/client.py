@@ -95,6 +95,10 @@ class Sender(Protocol):
         """Sends `request`; transport faults are reported in the exchange, not raised."""
 
 
+# Names of the transport's errors for a connection that ended before the reply.
+_CLOSED = ("ReadError", "RemoteProtocolError", "WriteError")
+
+
 class HttpSender:
     """Sends over HTTP with one connection pool.
 
@@ -126,7 +130,17 @@ class HttpSender:
         )
 
     async def send(self, request: Request) -> Exchange:
-        """Sends `request` and reads the whole reply, or `leave_after` bytes of it."""
+        """Sends `request` and reads the whole reply, or `leave_after` bytes of it.
+
+        A kept connection that the server closed at that very moment gives an error before any
+        byte; that is nobody's fault, so the request is sent once more.
+        """
+        exchange = await self._once(request)
+        if exchange.status == 0 and exchange.fault and exchange.fault.startswith(_CLOSED):
+            return await self._once(request)
+        return exchange
+
+    async def _once(self, request: Request) -> Exchange:
         exchange = Exchange(request, url=self.base_url + request.path)
         began = time.perf_counter()
         seen = 0

@@ -109,7 +109,7 @@ class Upstream:
             writer.close()
 
     async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        refused = self._refusal()
+        refused = self._refusal(body)
         if path.endswith("/chat/completions") and refused is not None:
             for data in _document(refused, "400 Bad Request"):
                 yield data
@@ -210,8 +210,10 @@ class Upstream:
             }
             yield {"text": text, "output_ids": ids, "meta_info": meta}
 
-    def _refusal(self) -> dict[str, Any] | None:
+    def _refusal(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """What a chat engine answers where the case wants a refusal: proxies pass it on."""
+        if body.get("n") not in (None, 1):
+            return _error("n: this engine gives one choice", "n")
         expect = self._variant.case.expect[0] if self._variant else {}
         if expect.get("status", 200) != 400:
             return None
@@ -247,6 +249,7 @@ class Upstream:
             message |= {"reasoning_content": reasoning} if reasoning else {}
             message |= {"tool_calls": calls} if calls else {}
             choice = {"index": 0, "message": message, "finish_reason": reason}
+            choice["logprobs"] = _logprobs(content, body)
             if finish != "error":
                 yield {
                     "id": "chatcmpl-1",
@@ -271,7 +274,9 @@ class Upstream:
             ]
         base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model}
         for delta in deltas:
-            yield base | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+            choice = {"index": 0, "delta": delta, "finish_reason": None}
+            choice["logprobs"] = _logprobs(delta.get("content", ""), body)
+            yield base | {"choices": [choice]}
         if finish != "error":
             yield base | {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
             yield base | {"choices": [], "usage": usage}
@@ -280,6 +285,17 @@ class Upstream:
 def _cut(text: str) -> Iterator[str]:
     for start in range(0, len(text), 6):
         yield text[start : start + 6]
+
+
+def _logprobs(text: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """One entry for each character, each with the rivals asked for."""
+    if not body.get("logprobs") or not text:
+        return None
+    entries = [
+        {"token": letter, "logprob": -0.5, "bytes": list(letter.encode())} for letter in text
+    ]
+    rivals = body.get("top_logprobs") or 0
+    return {"content": [entry | {"top_logprobs": [entry] * rivals} for entry in entries]}
 
 
 def _finished(frames: list[dict[str, Any]]) -> dict[str, Any] | None:

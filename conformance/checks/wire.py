@@ -103,10 +103,11 @@ def incremental(seen: Observation) -> Iterator[str]:
     if len(seen.frames) < 3:
         yield f"the whole reply came in {len(seen.frames)} frames"
         return
-    # The scripts judged here pause between tokens for some 300 ms in all; a lump takes none.
+    # A quarter of the pauses between as many tokens as there are frames; a lump takes none.
+    delay = seen.variant.case.script.delay_ms / 1000 if seen.variant.case.script else 0.0
     first = seen.exchange.arrival(seen.frames[1].end)
     last = seen.exchange.arrival(seen.frames[-1].end)
-    if last - first < 0.05:
+    if last - first < min(0.05, delay * (len(seen.frames) - 2) / 4):
         yield f"first frames after {first:.3f} s, the last after {last:.3f} s: a lump"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from conformance import baseline, canitoolcall, load, repeats, scripts
+from conformance.client import Exchange, HttpSender, Request
 from conformance.dialect import respell
 from conformance.model import PROTOCOLS, Case
 from conformance.vocabulary import Vocabulary, VocabularyError, _byte_letters
@@ -174,3 +176,34 @@ def test_fixtures_become_cases(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_text("{broken")
     with pytest.raises(canitoolcall.FixtureError, match=":1:"):
         canitoolcall.convert(tmp_path, out)
+
+
+@pytest.mark.parametrize(("refused", "status"), [(1, 200), (2, 0)])
+def test_closed_connection_is_tried_once_more(refused: int, status: int) -> None:
+    """A connection that ends before any byte is no verdict; twice in a row it is one."""
+
+    async def go() -> Exchange:
+        left = refused
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal left
+            await reader.readuntil(b"\r\n\r\n")
+            if left:
+                left -= 1
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        sender = HttpSender(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            return await sender.send(Request("GET", "/", {}, b""))
+        finally:
+            await sender.aclose()
+            server.close()
+
+    exchange = asyncio.run(go())
+
+    assert exchange.status == status
+    assert (exchange.fault is None) == (status == 200)
