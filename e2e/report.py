@@ -18,9 +18,9 @@ HEAD = """# Clients
 
 Real programs, installed from npm and PyPI as they are published, each driven through a loop against
 our server: the model calls a tool that the client declares, the client runs it and sends the result,
-the model answers. This page is written by the run: `make e2e` for all, `make e2e ARGS="codex
-openai-py"` for some; `bench/results/e2e.json` has the rows. It needs the network to install, node 20
-or later for the clients that come from npm, and is not part of `make test`.
+the model answers. `make e2e` runs all of them, `make e2e ARGS="codex openai-py"` some, and writes this
+page and its rows in `bench/results/e2e.json`. It needs the network to install, and node 20 or later
+for what comes from npm; `make test` does without it.
 
 The model is a script (`--backend scripted:FILE`), so that a verdict says nothing of a model. The
 server runs with the default profile `agent`, an API key, and nothing set for a particular client.
