@@ -38,7 +38,8 @@ Each client gets an empty home and no variable of the caller's. Where the system
 have a network namespace, server and client run in one that has nothing but loopback.
 
 `reasoning` says whose doing it is that the model sees its earlier reasoning in the second turn: the
-client sent it back, the server restored it by the call's id, or none did.
+client sent it back, the server restored it (by the call's id, or from the response it keeps), or none
+did.
 """
 
 

@@ -87,7 +87,18 @@ def reasoning_back(expected: Expected, evidence: Evidence) -> str:
     if expected.thought in _text(turns[1]):
         return "client"
     kept = "".join([*turns[1]["reasoning"].values(), turns[1]["history"] or ""])
-    return "server" if expected.thought in kept else "none"
+    return "server" if expected.thought in kept or _refers_to_reasoning(*turns[:2]) else "none"
+
+
+def _refers_to_reasoning(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether an item of the first reply's reasoning is named in place of being sent."""
+    items = body_of(second).get("input")
+    references = [
+        item["id"]
+        for item in (items if isinstance(items, list) else [])
+        if item.get("type") == "item_reference"
+    ]
+    return any(id_.startswith("rs_") and id_ in first["reply"] for id_ in references)
 
 
 def tool_turns(exchanges: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

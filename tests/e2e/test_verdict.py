@@ -18,8 +18,12 @@ EXPECTED = Expected("chat", True, "mark", "ok-1", "why-1", "done-1")
 
 def exchange(**changes: Any) -> dict[str, Any]:
     body = {"stream": True, "tools": [{}], "messages": changes.pop("messages", [])}
-    whole = {"protocol": "chat", "failure": None, "history": None, "reasoning": {}}
+    whole = {"protocol": "chat", "failure": None, "history": None, "reasoning": {}, "reply": ""}
     return {**whole, "body": orjson.dumps(body | changes.pop("body", {})).decode(), **changes}
+
+
+def refers_to(item: str) -> dict[str, Any]:
+    return exchange(body={"input": [{"type": "item_reference", "id": item}, {"role": "user"}]})
 
 
 def logged(status: int, outcome: str) -> dict[str, Any]:
@@ -104,12 +108,17 @@ def test_a_refusal_that_is_meant_counts_once(log: list[dict[str, Any]], faults: 
         (exchange(messages=["why-1", "ok-1"]), "client"),
         (exchange(messages=["ok-1"], reasoning={"call_1": "why-1"}), "server"),
         (exchange(messages=["ok-1"], history="[why-1]"), "server"),
+        (refers_to("rs_1"), "server"),
+        (refers_to("rs_2"), "none"),
+        (refers_to("fc_1"), "none"),
         (SECOND, "none"),
     ],
 )
 def test_whose_doing_the_reasoning_is(second: dict[str, Any], who: str) -> None:
     """The page's column follows the second request and what the server lent to it."""
-    assert reasoning_back(EXPECTED, replace(WHOLE, exchanges=[FIRST, second])) == who
+    first = exchange(reply='{"id":"rs_1"},{"id":"fc_1"}')
+
+    assert reasoning_back(EXPECTED, replace(WHOLE, exchanges=[first, second])) == who
 
 
 def test_every_script_gives_call_and_answer() -> None:
