@@ -64,6 +64,7 @@ class _Mailbox:
 
 
 def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    """One delta for several: all tokens, the end if there is one, the newest usage that is known."""
     last = deltas[-1]
     logprobs = None
     if all(delta.logprobs is not None for delta in deltas if delta.token_ids):
@@ -72,6 +73,7 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
         last,
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=logprobs,
+        usage=next((d.usage for d in reversed(deltas) if d.usage is not None), None),
     )
 
 

@@ -20,10 +20,11 @@ from engine.api import (
     PromptTooLongError,
     SamplingParams,
     TokenDelta,
+    Usage,
 )
 from engine.options import EngineConfig
 from gateway.backends import Backend
-from gateway.backends.embedded import EmbeddedBackend
+from gateway.backends.embedded import EmbeddedBackend, _joined
 from tests.engine.model import build
 from tests.gateway.support import eventually, run
 
@@ -278,3 +279,16 @@ def test_before_start_nothing_is_served(checkpoint: Path) -> None:
         await backend.stop()
 
     run(scenario())
+
+
+def test_joined_deltas_keep_the_newest_usage() -> None:
+    """The first delta says what was cached; a slow reader that gets it joined still hears it."""
+    first = TokenDelta("r", (5,), usage=Usage(9, 1, 7))
+    middle = TokenDelta("r", (6,))
+    last = TokenDelta("r", (7,), finish_reason=FinishReason.LENGTH, usage=Usage(9, 3, 7))
+
+    early, whole = _joined([first, middle]), _joined([first, middle, last])
+
+    assert (early.token_ids, early.usage, early.finish_reason) == ((5, 6), first.usage, None)
+    assert (whole.token_ids, whole.usage) == ((5, 6, 7), last.usage)
+    assert whole.finish_reason is FinishReason.LENGTH
