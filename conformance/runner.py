@@ -276,6 +276,7 @@ def _cross(results: list[Result], seen: Mapping[str, Observation]) -> None:
         if (
             variant.case.tier not in {"scripted", "live", "parse"}
             or rule.slug in variant.case.exempt
+            or variant.case.action == "abandon"  # how much came of it is chance
         ):
             continue
         found = list(cross.differences(base, other))
