@@ -15,7 +15,11 @@ import orjson
 from parsers.errors import ClientError, Protocol, error_body, error_object
 
 _DONE = b"data: [DONE]\n\n"
-_CHAT_USAGE = re.compile(r'(?<!\\)"completion_tokens":(\d+),"total_tokens":(\d+)')
+_CHAT_USAGE = re.compile(
+    r'(?<!\\)"completion_tokens":(\d+),"total_tokens":(\d+)'
+    r'(,"prompt_tokens_details":\{[^{}]*\},"completion_tokens_details":\{[^{}]*\})?'
+)
+_REASONING = re.compile(r'"reasoning_tokens":(\d+)')
 _MESSAGES_USAGE = re.compile(r'(?<!\\)"output_tokens":\d+')
 _RESPONSES_USAGE = re.compile(
     r'(?<!\\)"output_tokens":(\d+),("output_tokens_details":\{[^{}]*\}),"total_tokens":(\d+)'
@@ -195,7 +199,7 @@ class ResponsesFrames(_NamedFrames):
         """Complete a response object; text may follow it."""
         if count is not None and (found := _last(_RESPONSES_USAGE, body)):
             total = int(found[3]) - int(found[1]) + count
-            usage = f'"output_tokens":{count},{found[2]},"total_tokens":{total}'
+            usage = f'"output_tokens":{count},{_capped(found[2], count)},"total_tokens":{total}'
             body = body[: found.start()] + usage + body[found.end() :]
         if found := _last(_CACHED, body):
             # The protocol has since gained a field that its types require.
@@ -240,7 +244,16 @@ def frames_for(
 
 def _chat_usage(found: re.Match[str], count: int) -> str:
     total = int(found[2]) - int(found[1]) + count
-    return f'"completion_tokens":{count},"total_tokens":{total}'
+    return f'"completion_tokens":{count},"total_tokens":{total}{_capped(found[3] or "", count)}'
+
+
+def _capped(details: str, count: int) -> str:
+    """Token details with no more reasoning than there is output.
+
+    The codec counts reasoning by encoding its text again, and what the gate re-spelled for it can
+    take more tokens than the model wrote.
+    """
+    return _REASONING.sub(lambda m: f'"reasoning_tokens":{min(int(m[1]), count)}', details)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
