@@ -1,7 +1,7 @@
 """Dialogues as arrays of token ids: shards on disk, or a stream for a training loop.
 
 `python -m training.pack OUT_DIR --count N` writes shards with all cores. A training loop rather
-starts `worker` in processes of its own and takes arrays from a queue, so that no dialogue is seen
+calls `stream` in processes of its own (training/feed.py), so that no dialogue is seen
 twice. Every dialogue is read back through the codec before it is handed out.
 """
 
@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,16 +78,6 @@ def stream(
     while True:
         yield generate(number * block, block)
         number += stride
-
-
-def worker(seed: int, stride: int, queue: Any, block: int = BLOCK) -> None:
-    """Put the blocks of `stream` into a multiprocessing queue until the process is ended.
-
-    The queue should be bounded. One queue per worker, read in turn, makes the order of the
-    dialogues deterministic too.
-    """
-    for item in stream(seed, stride, block):
-        queue.put(item)
 
 
 def target_mask(ids: Ids) -> NDArray[np.bool_]:
