@@ -11,32 +11,15 @@ from pathlib import Path
 
 import orjson
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.names import TensorSpec, tensor_specs
 from engine.model.writer import save_checkpoint
 from training.model import fp8_rows
-from training.train import CONFIG
+from training.train import CONFIG, load_shards
 
 DSPARK_SEED = 20261129
-
-
-def load_shards(stem: str) -> dict[str, Tensor]:
-    """All tensors of STEM.*.safetensors.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    path = Path(stem)
-    files = sorted(path.parent.glob(path.name + ".*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no {stem}.*.safetensors")
-    found: dict[str, Tensor] = {}
-    for file in files:
-        found |= load_file(file)
-    return found
 
 
 def unstack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -109,13 +109,26 @@ def save(model: TrainModel, folder: Path, name: str) -> list[Path]:
     return paths
 
 
+def load_shards(stem: str) -> dict[str, Tensor]:
+    """All tensors of STEM.*.safetensors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(stem)
+    files = sorted(path.parent.glob(path.name + ".*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no {stem}.*.safetensors")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found |= load_file(file)
+    return found
+
+
 @torch.no_grad()
 def restore(model: TrainModel, stem: str) -> None:
     """Load what `save` wrote as STEM.*.safetensors; every tensor must be there and fit."""
-    path = Path(stem)
-    found: dict[str, Tensor] = {}
-    for shard in sorted(path.parent.glob(path.name + ".*.safetensors")):
-        found |= load_file(shard)
+    found = load_shards(stem)
     if missing := sorted(set(model.p) ^ set(found)):
         raise ValueError(f"{stem}.*.safetensors: names differ from the model's: {missing}")
     for name, value in found.items():
