@@ -1,0 +1,61 @@
+"""What kernels know of a pass: its rows and the sequences they belong to, all on the device.
+
+A pass has T rows (tokens) of G sequences; the rows of a sequence are consecutive positions and lie
+together. Numbers that decide shapes or launches are host numbers, so that the choice made when a
+graph is captured is the choice made when it is replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one pass.
+
+    Padding rows are sequences of slot 0, start 0, length 1 and a table of zeros: they may read and
+    write the dummy slot and block, which stay finite, and reach no expert.
+
+    Args:
+        ids: int64 [T], token ids.
+        positions: int32 [T].
+        seq: int32 [T], sequence of each row.
+        slots: int32 [G], pool slot of each sequence.
+        starts: int32 [G], position of its first row in this pass.
+        first: int32 [G], index of its first row.
+        lengths: int32 [G], rows it has in this pass.
+        tables: int32 [G, NB], block table.
+        block_size: tokens a block covers.
+        max_length: most rows of a sequence in this pass; 1 for pure decode.
+        max_end: no sequence ends this pass beyond this position (an upper bound).
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seq: Tensor
+    slots: Tensor
+    starts: Tensor
+    first: Tensor
+    lengths: Tensor
+    tables: Tensor
+    block_size: int
+    max_length: int
+    max_end: int
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """G."""
+        return self.slots.shape[0]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one row, so that row g is sequence g."""
+        return self.max_length == 1
