@@ -1,0 +1,457 @@
+"""The weights in the form the kernels read them: as stored, packed where the checkpoint packs them.
+
+`engine.model.weights` unfolds everything to one float type for the reference model; here FP8 stays
+FP8 and FP4 stays FP4, matrices that share an input lie together, and experts of a layer are one
+stack. Where parts cannot be joined as they are stored (a short last FP8 block in the middle), they
+become plain matrices of the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import Layer, ModelConfig
+from engine.kernels.formats import Matrix, dequantise
+from engine.model.checkpoint import Checkpoint
+from engine.model.engram import EngramTable
+from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, scale_name, tensor_specs
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSite:
+    """One mHC site: fn fp32 [S * (S + 2), S * d] and base [S * (S + 2)], scales multiplied in; norm [d]."""
+
+    fn: Tensor
+    base: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHead:
+    """V4's last mixing: fn fp32 [S, S * d] with its scale multiplied in, base [S]."""
+
+    fn: Tensor
+    base: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCompressor:
+    """Projection [width or 2 * width, d] (kv, then gate), gate bias fp32 [ratio, width], norm."""
+
+    proj: Matrix
+    ape: Tensor | None
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIndexer:
+    """A layer's own choice: queries [Hi * Di, q_lora], head weights [Hi, d] (already scaled)."""
+
+    wq_b: Matrix
+    head_weights: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIndexKeys:
+    """What makes index keys: V4's compressor, or V4.1's projection of the latent and its norm."""
+
+    compressor: PackedCompressor | None
+    wk: Matrix | None
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Attention core; wq_a and wkv are one matrix [q_lora + D, d]; wo_a [G * R, H / G * D]."""
+
+    wq_a_wkv: Matrix
+    q_norm: Tensor
+    kv_norm: Tensor
+    wq_b: Matrix
+    wo_a: Matrix
+    wo_b: Matrix
+    sink: Tensor
+    compressor: PackedCompressor | None
+    indexer: PackedIndexer | None
+    index_keys: PackedIndexKeys | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMoe:
+    """Router and experts: w13 [E, 2 * I, d] (gate first), w2 [E, d, I], the shared one apart."""
+
+    gate: Tensor
+    bias: Tensor | None
+    bias_vl: Tensor | None
+    tid2eid: Tensor | None
+    w13: Matrix
+    w2: Matrix
+    shared13: Matrix
+    shared2: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEngram:
+    """Table on the host, wkv [(S + 1) * d, rows * width], q weight times k weight [S, d]."""
+
+    table: EngramTable
+    wkv: Matrix
+    gate: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """One backbone layer."""
+
+    attn_site: PackedSite
+    attn: PackedAttention
+    ffn_site: PackedSite
+    moe: PackedMoe
+    engram: PackedEngram | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The backbone."""
+
+    embed: Tensor
+    head: Matrix
+    norm: Tensor
+    hc_head: PackedHead | None
+    layers: tuple[PackedLayer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device (Engram tables are on the host)."""
+        return sum(tensor.nbytes for tensor in _tensors(self))
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    def matrix(self, name: str) -> Matrix:
+        """Stored form of the matrix `name` (without .weight), on the device."""
+
+    def value(self, name: str) -> Tensor:
+        """Values of a tensor on the device: float32, or integers for ids."""
+
+    def table(self, prefix: str) -> EngramTable:
+        """Engram table of a layer, on the host."""
+
+
+class CheckpointSource:
+    """Weights of a checkpoint of the official layout.
+
+    Args:
+        checkpoint: checked already.
+        device: where they go.
+        plain: dtype that plain matrices wider than it are narrowed to, bfloat16 or float32.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, plain: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._plain = plain
+
+    def matrix(self, name: str) -> Matrix:
+        """As stored."""
+        weight = name + ".weight"
+        raw = self._checkpoint.raw(weight)
+        if raw.dtype == torch.int8:
+            scale = self._scale(weight)
+            return Matrix("fp4", raw.view(torch.uint8).to(self._device), scale, FP4_GROUP)
+        if raw.dtype == torch.float8_e4m3fn:
+            block = self._checkpoint.config.weight_block_size
+            assert block is not None
+            return Matrix("fp8", raw.to(self._device), self._scale(weight), block)
+        narrow = raw.dtype == torch.bfloat16 or self._plain == torch.bfloat16
+        dtype = torch.bfloat16 if narrow else torch.float32
+        return Matrix("plain", raw.to(self._device, dtype))
+
+    def value(self, name: str) -> Tensor:
+        """Unfolded to float32."""
+        return self._checkpoint.get(name).to(self._device)
+
+    def table(self, prefix: str) -> EngramTable:
+        """Mapped from disk."""
+        return self._checkpoint.table(prefix)
+
+    def _scale(self, weight: str) -> Tensor:
+        return self._checkpoint.raw(scale_name(weight)).view(torch.uint8).to(self._device)
+
+
+class RandomSource:
+    """Weights drawn from a seed and each tensor's name, for benchmarks of geometries that no machine stores.
+
+    Linears are FP8 and routed experts FP4 as in the official checkpoints (bfloat16 if the
+    configuration is not quantised), with a spread of about 1 / sqrt(K).
+
+    Args:
+        config: of the model.
+        device: where they go.
+        seed: of all draws.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
+        self._config = config
+        self._device = device
+        self._seed = seed
+        self._specs = tensor_specs(config)
+
+    def matrix(self, name: str) -> Matrix:
+        """Draw a matrix in the form official checkpoints store it."""
+        spec = self._specs[name + ".weight"]
+        rows, columns = spec.shape
+        generator = self._generator(name)
+        block = self._config.weight_block_size
+        exponent = 127 - round(math.log2(columns) / 2)
+        if block is None or spec.role not in ("linear", "expert"):
+            noise = torch.randn(spec.shape, generator=generator, device=self._device)
+            return Matrix("plain", (noise * columns**-0.5).bfloat16())
+        if spec.role == "expert":
+            data = self._bytes((rows, columns // 2), generator)
+            # e2m1 codes drawn evenly have a root mean square of 2.9, so 2 ** -1.5 too much
+            scale = self._scales((rows, columns // FP4_GROUP), exponent - 1, generator)
+            return Matrix("fp4", data, scale, FP4_GROUP)
+        # clearing bit 6 keeps e4m3 below 2 and free of NaN; the root mean square is then 0.7
+        data = (self._bytes((rows, columns), generator) & 0xBF).view(torch.float8_e4m3fn)
+        shape = (-(-rows // block), -(-columns // block))
+        return Matrix("fp8", data, self._scales(shape, exponent + 1, generator), block)
+
+    def value(self, name: str) -> Tensor:
+        """Draw a tensor such that every term of the model matters."""
+        spec, c = self._specs[name], self._config
+        generator = self._generator(name)
+        if spec.role == "ids":
+            rows = torch.rand(
+                (spec.shape[0], c.n_routed_experts), generator=generator, device=self._device
+            )
+            return rows.topk(spec.shape[1], -1).indices
+        noise = torch.randn(spec.shape, generator=generator, device=self._device)
+        return _spread(name, spec, noise)
+
+    def table(self, prefix: str) -> EngramTable:
+        """Draw FP8 rows, on the host."""
+        rows, width = self._specs[prefix + "embed.weight"].shape
+        generator = self._generator(prefix)
+        data = (self._bytes((rows, width), generator) & 0xBF).cpu().view(torch.float8_e4m3fn)
+        scale = self._scales((rows, -(-width // TABLE_GROUP)), 123, generator).cpu()
+        return EngramTable(data, scale)
+
+    def _generator(self, name: str) -> torch.Generator:
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
+        return torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
+
+    def _bytes(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Draw bytes; eight at a time, since a model has 10^11 of them."""
+        count = math.prod(shape)
+        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self._device)
+        words.random_(-(2**63), None, generator=generator)
+        return words.view(torch.uint8)[:count].view(*shape)
+
+    def _scales(self, shape: Sequence[int], middle: int, generator: torch.Generator) -> Tensor:
+        """Draw scale bytes middle - 1 .. middle + 1."""
+        return torch.randint(
+            middle - 1,
+            middle + 2,
+            tuple(shape),
+            dtype=torch.uint8,
+            generator=generator,
+            device=self._device,
+        )
+
+
+def pack(
+    config: ModelConfig, source: Source, *, plain: torch.dtype = torch.bfloat16
+) -> PackedWeights:
+    """Read every tensor the backbone runs.
+
+    Args:
+        config: of the model.
+        source: of the weights.
+        plain: dtype of the embedding, norms and router: bfloat16 beside bfloat16 activations,
+            else float32.
+    """
+    return _Packer(config, source, plain).build()
+
+
+class _Packer:
+    def __init__(self, config: ModelConfig, source: Source, plain: torch.dtype) -> None:
+        self._config = config
+        self._source = source
+        self._plain = plain
+
+    def build(self) -> PackedWeights:
+        c, get = self._config, self._source.value
+        head = None
+        if not c.is_v41:
+            head = PackedHead(get("hc_head_fn") * get("hc_head_scale"), get("hc_head_base"))
+        return PackedWeights(
+            embed=get("embed.weight").to(self._plain),
+            head=Matrix("plain", get("head.weight").to(self._plain)),
+            norm=get("norm.weight"),
+            hc_head=head,
+            layers=tuple(self._layer(layer) for layer in c.layers),
+        )
+
+    def _layer(self, layer: Layer) -> PackedLayer:
+        prefix = f"layers.{layer.index}."
+        engram = None
+        if layer.engram is not None:
+            name = prefix + "engram."
+            gate = self._source.value(name + "q_weight") * self._source.value(name + "k_weight")
+            table = self._source.table(name)
+            engram = PackedEngram(table, self._source.matrix(name + "wkv"), gate)
+        return PackedLayer(
+            attn_site=self._site(prefix, "attn"),
+            attn=self._attention(layer, prefix + "attn."),
+            ffn_site=self._site(prefix, "ffn"),
+            moe=self._moe(layer, prefix + "ffn."),
+            engram=engram,
+        )
+
+    def _site(self, prefix: str, site: str) -> PackedSite:
+        streams, get = self._config.hc_mult, self._source.value
+        name = f"{prefix}hc_{site}_"
+        scale = get(name + "scale")
+        sizes = torch.tensor([streams, streams, streams * streams], device=scale.device)
+        spread = scale.repeat_interleave(sizes)
+        return PackedSite(
+            fn=(get(name + "fn") * spread[:, None]).contiguous(),
+            base=get(name + "base"),
+            norm=get(f"{prefix}{site}_norm.weight"),
+        )
+
+    def _attention(self, layer: Layer, name: str) -> PackedAttention:
+        get, matrix = self._source.value, self._source.matrix
+        return PackedAttention(
+            wq_a_wkv=join([matrix(name + "wq_a"), matrix(name + "wkv")]),
+            q_norm=get(name + "q_norm.weight"),
+            kv_norm=get(name + "kv_norm.weight"),
+            wq_b=matrix(name + "wq_b"),
+            wo_a=matrix(name + "wo_a"),
+            wo_b=matrix(name + "wo_b"),
+            sink=get(name + "attn_sink"),
+            compressor=self._compressor(layer, name + "compressor.")
+            if layer.owns_entries
+            else None,
+            indexer=self._indexer(name + "indexer.") if layer.owns_index else None,
+            index_keys=self._index_keys(layer, name + "indexer.")
+            if layer.owns_index_keys
+            else None,
+        )
+
+    def _compressor(self, layer: Layer, name: str) -> PackedCompressor:
+        parts = [self._source.matrix(name + "wkv")]
+        if layer.ratio > 1:
+            parts.append(self._source.matrix(name + "wgate"))
+        ape = None if self._config.is_v41 else self._source.value(name + "ape")
+        return PackedCompressor(join(parts), ape, self._source.value(name + "norm.weight"))
+
+    def _indexer(self, name: str) -> PackedIndexer:
+        c = self._config
+        scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+        weights = self._source.matrix(name + "weights_proj")
+        # A power of two, so that bfloat16 weights stay exact; otherwise they are kept in float32.
+        data = weights.data * scale
+        if math.log2(scale) % 1 and data.dtype == torch.bfloat16:
+            data = weights.data.float() * scale
+        return PackedIndexer(self._source.matrix(name + "wq_b"), Matrix("plain", data))
+
+    def _index_keys(self, layer: Layer, name: str) -> PackedIndexKeys:
+        if self._config.is_v41:
+            norm = self._source.value(name + "k_norm.weight")
+            return PackedIndexKeys(None, self._source.matrix(name + "wk"), norm)
+        compressor = self._compressor(layer, name + "compressor.")
+        return PackedIndexKeys(compressor, None, compressor.norm)
+
+    def _moe(self, layer: Layer, name: str) -> PackedMoe:
+        c, get, matrix = self._config, self._source.value, self._source.matrix
+        bias = bias_vl = tid2eid = None
+        if layer.hash_routed:
+            tid2eid = get(name + "gate.tid2eid").to(torch.int32)
+        else:
+            bias = get(name + "gate.bias")
+            if c.image_token_id is not None and c.is_v41:
+                bias_vl = get(name + "gate.bias_vl")
+        count = c.n_routed_experts
+        shared = name + "shared_experts."
+        return PackedMoe(
+            gate=get(name + "gate.weight").to(self._plain),
+            bias=bias,
+            bias_vl=bias_vl,
+            tid2eid=tid2eid,
+            w13=stack(
+                (join([matrix(f"{name}experts.{e}.w1"), matrix(f"{name}experts.{e}.w3")])
+                 for e in range(count)),
+                count,
+            ),
+            w2=stack((matrix(f"{name}experts.{e}.w2") for e in range(count)), count),
+            shared13=join([matrix(shared + "w1"), matrix(shared + "w3")]),
+            shared2=matrix(shared + "w2"),
+        )  # fmt: skip
+
+
+def join(parts: Sequence[Matrix]) -> Matrix:
+    """Put matrices of one input below each other, as they are stored if that can be."""
+    first = parts[0]
+    alike = all(p.kind == first.kind and p.block == first.block for p in parts)
+    if alike and first.kind == "fp8":
+        alike = all(p.shape[0] % p.block == 0 for p in parts[:-1])
+    if not alike:
+        wide = any(p.kind == "plain" and p.data.dtype == torch.float32 for p in parts)
+        dtype = torch.float32 if wide else torch.bfloat16
+        return Matrix("plain", torch.cat([dequantise(p, dtype) for p in parts]))
+    if first.kind == "plain":
+        wide = any(p.data.dtype == torch.float32 for p in parts)
+        dtype = torch.float32 if wide else torch.bfloat16
+        return Matrix("plain", torch.cat([p.data.to(dtype) for p in parts]))
+    data = torch.cat([p.data.view(torch.uint8) for p in parts]).view(first.data.dtype)
+    scale = torch.cat([p.scale for p in parts if p.scale is not None])
+    return Matrix(first.kind, data, scale, first.block)
+
+
+def stack(parts: Iterator[Matrix], count: int) -> Matrix:
+    """Put `count` matrices of one shape and form into one stack, one at a time."""
+    first = next(parts)
+    data = first.data.new_empty((count, *first.data.shape))
+    scale = None if first.scale is None else first.scale.new_empty((count, *first.scale.shape))
+    part: Matrix | None = first
+    for index in range(count):
+        part = first if index == 0 else next(parts)
+        data[index].copy_(part.data)
+        if scale is not None and part.scale is not None:
+            scale[index].copy_(part.scale)
+    return Matrix(first.kind, data, scale, first.block)
+
+
+def _spread(name: str, spec: TensorSpec, noise: Tensor) -> Tensor:
+    """Give noise the mean and spread that a tensor of this name has."""
+    if name.endswith(("_scale", "q_weight", "k_weight")):
+        return 0.75 + 0.25 * noise.clamp(-1, 1)
+    if "norm" in name and len(spec.shape) == 1:
+        return 1 + 0.1 * noise
+    if name.endswith(("gate.bias", "gate.bias_vl")):
+        return 0.1 * noise
+    if name.endswith(("attn_sink", "ape", "_base")):
+        return 0.5 * noise
+    return noise if name == "embed.weight" else noise * spec.shape[-1] ** -0.5
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Every device tensor of a tree of the dataclasses above."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, EngramTable | type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
