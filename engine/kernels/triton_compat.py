@@ -28,4 +28,32 @@ else:  # pragma: no cover
 
     triton = tl = _Absent()
 
-__all__ = ["INTERPRETED", "TRITON", "tl", "triton"]
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """Add a @ b to acc [M, N] float32; a, b: tiles of bfloat16, or float32 (no TF32).
+
+    The interpreter keeps bfloat16 as bit patterns and would multiply those.
+    """
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Give a float32 tile in float32 or bfloat16, rounded to nearest even.
+
+    The interpreter cuts the bits off, and so it does when a store converts.
+    """
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+__all__ = ["INTERPRETED", "TRITON", "cast", "dot", "tl", "triton"]
