@@ -83,6 +83,11 @@ class RequestState:
         """Tokens sampled so far, and so the output index of the next one."""
         return len(self.token_ids) - self.num_prompt
 
+    @property
+    def wants_more_after_this(self) -> bool:
+        """Whether the token sampled next is followed by another, unless it is a stop token."""
+        return self.num_generated + 1 < self.max_tokens
+
     def admit(self, slot: int, block_ids: tuple[int, ...], num_computed: int = 0) -> None:
         """Give the request its memory, in which the state after `num_computed` tokens stands."""
         self._move(Status.PREFILL)

@@ -16,6 +16,10 @@ A request holds one slot (its fixed-size state) and enough blocks for the tokens
 4. Blocks that only the prefix cache holds count as free and are evicted when they are needed.
    State is kept at the last block boundary of a prompt, at the boundary where it leaves a prompt
    seen before, at its end, and where a request ends or is aborted.
+5. Where the runner can launch a step ahead of its predecessor's results, streams get the block of
+   one position more, if it is free: nobody is preempted or evicted for it.
+6. Chunks of prompts that a step did not finish are *held*: they stand in every plan, unchanged, until
+   they are committed, and no other prompt begins meanwhile.
 
 By 2 and 3 whoever runs arrived before whoever waits.
 """
@@ -23,6 +27,7 @@ By 2 and 3 whoever runs arrived before whoever waits.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from engine.api import FinishReason, GenerateRequest
 from engine.plan.blocks import BlockPool
@@ -45,6 +50,7 @@ class Scheduler:
         max_snapshots: most states the prefix cache keeps, each in a slot of its own beside those
             of requests; 0 for no prefix cache.
         salt: of the prefix cache's hashes; differs where equal tokens give another state.
+        lookahead: whether to allow for steps that are launched ahead.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Scheduler:
         max_model_len: int,
         max_snapshots: int = 0,
         salt: bytes = b"",
+        lookahead: bool = False,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ValueError(
@@ -84,6 +91,8 @@ class Scheduler:
         self._block_copies: list[tuple[int, int]] = []
         self._max_batched_tokens = max_batched_tokens
         self._max_model_len = max_model_len
+        self._lookahead = lookahead
+        self._held: dict[str, Chunk] = {}  # of the last plan, not finished by it
         self._arrivals = 0
         self._live: dict[str, RequestState] = {}
         self._running: list[RequestState] = []  # in order of arrival
@@ -135,6 +144,8 @@ class Scheduler:
         if state is None:
             return None
         (self._waiting if state.status is Status.WAITING else self._running).remove(state)
+        # Where a chunk is half through, the slot holds no state that anybody could go on from.
+        keep = keep and self._held.pop(request_id, None) is None
         if keep and state.num_computed and self.prefix.enabled:
             self.prefix.add(
                 state.token_ids, state.chain, state.num_computed, state.block_ids, state.slot
@@ -145,29 +156,35 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Decide the next step, preempting and admitting where needed."""
-        chunks: list[Chunk] = []
         budget = self._max_batched_tokens
         preemptions = self.num_preemptions
+        streams = []
         for state in tuple(self._running):
             # A decode whose request was preempted by an older one in this loop is WAITING now.
             if state.status is Status.DECODE and self._grow(state):
-                chunks.append(self._chunk(state, 1))
+                streams.append(state)
                 budget -= 1
-        if preemptions == self.num_preemptions:
+        if preemptions == self.num_preemptions and not self._held:
             self._admit(budget)
-        for state in self._running:
-            if budget and state.status is Status.PREFILL:
-                size = min(budget, len(state.token_ids) - state.num_computed)
-                if state.marks:
-                    size = min(size, state.marks[0] - state.num_computed)
-                chunks.append(self._chunk(state, size))
-                budget -= size
+        ahead = self._lookahead and self._grow_ahead(streams)
+        chunks = [
+            self._chunk(state, 1, goes_ahead=ahead and state.wants_more_after_this)
+            for state in streams
+        ]
+        if self._held:
+            chunks += self._held.values()
+        else:
+            chunks += self._prompts(budget)
         if not chunks:
             return StepPlan(())
         plan = StepPlan(tuple(chunks), tuple(self._slot_copies), tuple(self._block_copies))
         self._slot_copies.clear()
         self._block_copies.clear()
         return plan
+
+    def hold(self, chunk: Chunk) -> None:
+        """Record that a chunk of the last plan is under way: it comes again in the next one."""
+        self._held[chunk.request_id] = chunk
 
     def commit(self, chunk: Chunk, sampled: int | None) -> FinishReason | None:
         """Record that a chunk ran; end the request if that was its last token.
@@ -180,6 +197,7 @@ class Scheduler:
             why the request has ended, or None if it goes on.
         """
         state = self._live[chunk.request_id]
+        self._held.pop(chunk.request_id, None)
         reason = state.advance(len(chunk.token_ids), sampled)
         if reason is not None:
             self.remove(chunk.request_id)
@@ -217,8 +235,24 @@ class Scheduler:
         for state in waiting:
             if state.status is not Status.WAITING or state.block_ids or state.slot:
                 raise RuntimeError(f"request {state.request.id} waits, but holds memory")
+        for request_id, chunk in self._held.items():
+            held = self._live.get(request_id)
+            if held is None or held.status is not Status.PREFILL or held.slot != chunk.slot:
+                raise RuntimeError(
+                    f"request {request_id} has a chunk under way, but not its memory"
+                )
 
-    def _chunk(self, state: RequestState, size: int) -> Chunk:
+    def _prompts(self, budget: int) -> Iterator[Chunk]:
+        """Share the rows of a step that streams leave among prompts, in order of arrival."""
+        for state in self._running:
+            if budget and state.status is Status.PREFILL:
+                size = min(budget, len(state.token_ids) - state.num_computed)
+                if state.marks:
+                    size = min(size, state.marks[0] - state.num_computed)
+                yield self._chunk(state, size)
+                budget -= size
+
+    def _chunk(self, state: RequestState, size: int, *, goes_ahead: bool = False) -> Chunk:
         start = state.num_computed
         end = start + size
         return Chunk(
@@ -228,6 +262,8 @@ class Scheduler:
             token_ids=tuple(state.token_ids[start:end]),
             block_ids=state.block_ids,
             wants_logits=end == len(state.token_ids),
+            arrival=state.arrival,
+            goes_ahead=goes_ahead,
         )
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -300,7 +336,35 @@ class Scheduler:
         state.block_ids += self.blocks.acquire(missing)
         return True
 
+    def _grow_ahead(self, streams: list[RequestState]) -> bool:
+        """Give streams the blocks for the position after their newest token's, all or none.
+
+        Args:
+            streams: those with a row in this step.
+
+        Returns:
+            whether the step after this one may be launched ahead: every stream that wants another
+            token has its block, and none is asked for log-probabilities, which are read from logits
+            that such a launch overwrites. If one cannot go ahead nobody does, since two passes of
+            half the rows take longer than one.
+        """
+        going = [state for state in streams if state.wants_more_after_this]
+        missing = [
+            (state, self._blocks_for(len(state.token_ids) + 1) - len(state.block_ids))
+            for state in going
+        ]
+        needed = sum(count for _, count in missing if count > 0)
+        if needed > self.blocks.num_free or any(
+            state.request.sampling.top_logprobs is not None for state in streams
+        ):
+            return False
+        for state, count in missing:
+            if count > 0:
+                state.block_ids += self.blocks.acquire(count)
+        return True
+
     def _preempt(self, state: RequestState) -> None:
+        self._held.pop(state.request.id, None)
         self._running.remove(state)
         self._release(state)
         state.preempt()

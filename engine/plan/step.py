@@ -22,6 +22,10 @@ class Chunk:
             [0, start + len(token_ids)).
         wants_logits: whether the last token's logits are needed (false for all but the last
             chunk of a prompt).
+        arrival: number of the request in the order of arrival; unlike its id never used again.
+        goes_ahead: whether the token sampled here may be processed before anybody has looked at it:
+            the request will want another one, reads nothing but the token, and has the block that
+            position needs. Set for all decode rows of a plan that go on, or for none.
     """
 
     request_id: str
@@ -30,6 +34,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     wants_logits: bool
+    arrival: int = 0
+    goes_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
