@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+#: How a prompt is processed by layers that share the last KV source; see engine.plan.replay.
+PrefillMode = Literal["off", "exact", "bounded"]
+PREFILL_MODES: tuple[PrefillMode, ...] = ("off", "exact", "bounded")
 
 
 class EngineError(Exception):
@@ -77,12 +81,23 @@ class GenerateRequest:
         prompt_ids: the whole prompt.
         sampling: how to choose tokens.
         script: used by the scripted backend alone: the name of the line to play.
+        prefill: how the prompt is processed; None takes the server's setting.
+        trainer_parity: whether logits must be those of a trainer's forward pass up to rounding,
+            which rules bounded prefill out.
+        prompt_logprobs: None, or k >= 0 for the log-probability of each prompt token plus the k
+            most likely at its place.
+        prompt_logprobs_start: position of the first prompt token that is scored. Token 0 has
+            nothing before it and never is.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     script: str | None = None
+    prefill: PrefillMode | None = None
+    trainer_parity: bool = False
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +121,22 @@ class Usage:
         prompt_tokens: length of the prompt.
         completion_tokens: tokens sampled so far.
         cached_tokens: of the prompt, found in the prefix cache and not processed again.
+        prefill: how the prompt was processed.
+        prefill_reason: why not as asked or set; None where it was.
+        tail_rows: prompt rows that the last layers processed; prompt_tokens - cached_tokens where
+            none was left out.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    prefill: PrefillMode = "off"
+    prefill_reason: str | None = None
+    tail_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """What one step adds to one request.
+class TokenDelta(NamedTuple):
+    """What one step adds to one request. A named tuple: the one value here made for every token.
 
     Args:
         request_id: whose.
@@ -124,6 +145,8 @@ class TokenDelta:
         finish_reason: set on the last delta, and only there.
         usage: set on the last delta, and on the first so that cached_tokens is known early.
         error: set with FinishReason.ERROR: what failed, fit to be shown to a client.
+        prompt_logprobs: set on the first delta where asked for: one per prompt token from
+            prompt_logprobs_start on, None for token 0.
     """
 
     request_id: str
@@ -132,6 +155,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

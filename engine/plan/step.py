@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.api import PrefillMode
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -26,6 +28,11 @@ class Chunk:
         goes_ahead: whether the token sampled here may be processed before anybody has looked at it:
             the request will want another one, reads nothing but the token, and has the block that
             position needs. Set for all decode rows of a plan that go on, or for none.
+        prefill: which rows the last layers process; see engine.plan.replay.
+        anchor: the request's first row whose output is wanted; 0 where prefill is off.
+        scored_from: position of the first row that scores a prompt token.
+        targets: the token after each of the rows from there on, as far as the prompt goes: their
+            log-probabilities are wanted. Empty where none are.
     """
 
     request_id: str
@@ -36,6 +43,22 @@ class Chunk:
     wants_logits: bool
     arrival: int = 0
     goes_ahead: bool = False
+    prefill: PrefillMode = "off"
+    anchor: int = 0
+    scored_from: int = 0
+    targets: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def first_wanted(self) -> int | None:
+        """Position of the first row whose logits are wanted; None without one."""
+        if self.targets:
+            return self.scored_from
+        return self.end - 1 if self.wants_logits else None
 
 
 @dataclass(frozen=True, slots=True)
