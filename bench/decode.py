@@ -37,6 +37,7 @@ from engine import TINY_CHECKPOINT
 from engine.api import GenerateRequest, SamplingParams
 from engine.config import ModelConfig
 from engine.core import EngineCore
+from engine.device.runner import LogitsRunner
 from engine.options import EngineConfig
 from engine.plan.step import StepPlan
 from engine.thread import EngineThread, Sink
@@ -142,13 +143,18 @@ async def measure_decode(
     }
 
 
-class InstantModel:
+class InstantModel(LogitsRunner):
     """A runner that takes no time: the same logits for every row."""
 
     def __init__(self, vocab_size: int, most: int) -> None:
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         row = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
         self._logits = [row.repeat(n, 1) for n in range(most + 1)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows."""
+        return self._vocab_size
 
     def run(self, plan: StepPlan) -> Tensor:
         """Give logits for the chunks that want them."""

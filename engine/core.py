@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.api import (
     EngineError,
@@ -26,8 +26,8 @@ from engine.api import (
     Usage,
 )
 from engine.device.kvpool import KVPool
-from engine.device.runner import ModelRunner
-from engine.device.sampler import Draw, Sample, sample
+from engine.device.runner import ModelRunner, StepResult
+from engine.device.sampler import Draw, Sample
 from engine.model.checkpoint import Checkpoint, load_model
 from engine.model.v4 import Model
 from engine.options import EngineConfig, usable_cores
@@ -43,14 +43,22 @@ _LOGITS_UNUSABLE = "the model gave no usable probabilities for the next token of
 
 
 class Runner(Protocol):
-    """What runs a plan; engine.device.runner.ModelRunner, or a test's twin of it."""
+    """What runs a plan: the reference's runner, the fast one, or a test's twin of them."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids the model knows."""
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Give float32 [N, V] logits for the N chunks that want them, in the plan's order."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it launches a step before it has given the results of the one before."""
+
+    @property
+    def weight_locks(self) -> tuple[str, ...]:
+        """Why weights cannot be written in place, one reason each."""
+
+    def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
+        """Run a plan and draw one token per chunk that wants logits, in the plan's order."""
 
 
 class EngineCore:
@@ -85,6 +93,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             max_snapshots=options.resolve_max_snapshots(),
             salt=salt,
+            lookahead=runner.looks_ahead,
         )
         self._steps = 0
         self._prompt_tokens = 0
@@ -150,18 +159,19 @@ class EngineCore:
             return []
         self._steps += 1
         try:
-            samples = self._sample(plan)
+            result = self._runner.step(plan, self._draws(plan))
         except Exception:
             ids = [chunk.request_id for chunk in plan.chunks]
             logger.exception("step %d failed and ends the requests %s", self._steps, ids)
             return [self._fail(request_id, _FORWARD_FAILED) for request_id in ids]
+        samples = iter(result.samples)
         deltas = []
         for chunk in plan.chunks:
-            if not chunk.wants_logits:
+            if chunk.request_id in result.unfinished:
+                self._scheduler.hold(chunk)
+            elif not chunk.wants_logits:
                 self._scheduler.commit(chunk, None)
-                continue
-            drawn = samples.pop(0)
-            if drawn is None:
+            elif (drawn := next(samples)) is None:
                 deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
             else:
                 deltas.append(self._commit(chunk, drawn))
@@ -194,19 +204,13 @@ class EngineCore:
         """
         self._scheduler.check_integrity()
 
-    def _sample(self, plan: StepPlan) -> list[Sample | None]:
-        logits = self._runner.run(plan)
+    def _draws(self, plan: StepPlan) -> list[Draw]:
         draws = []
         for chunk in plan.chunks:
             if chunk.wants_logits:
                 state = self._scheduler.get(chunk.request_id)
                 draws.append(Draw(state.request.sampling, state.num_generated))
-        if logits.shape != (len(draws), self._vocab_size):
-            raise RuntimeError(
-                f"expected logits of shape {(len(draws), self._vocab_size)},"
-                f" got {tuple(logits.shape)}"
-            )
-        return sample(logits, draws)
+        return draws
 
     def _commit(self, chunk: Chunk, drawn: Sample) -> TokenDelta:
         request_id = chunk.request_id

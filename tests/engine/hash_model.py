@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from engine.device.runner import LogitsRunner
 from engine.plan.step import Chunk, StepPlan
 
 
@@ -23,7 +24,7 @@ def _hash(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-class HashRunner:
+class HashRunner(LogitsRunner):
     """The model and its memory.
 
     Args:
@@ -46,7 +47,7 @@ class HashRunner:
         after_run: Callable[[StepPlan, Tensor], Tensor] | None = None,
     ) -> None:
         garbage = random.Random(0)
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self.block_size = block_size
         self.blocks = [
             [garbage.getrandbits(30) for _ in range(block_size)] for _ in range(num_blocks)
@@ -55,6 +56,10 @@ class HashRunner:
         self.before_run = before_run
         self.after_run = after_run
         self.plans: list[StepPlan] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def run(self, plan: StepPlan) -> Tensor:
         """Write the chunks' tokens and read logits back: float32 [N, V]."""
