@@ -1,0 +1,89 @@
+"""Rotary turns (model.md 2.3): the table kernels read, and the rotation itself.
+
+A *table* is float32 [P, 2, R]: cosines, then sines, of every position below P. The last 2 * R
+dimensions of a vector are R adjacent pairs (a, b), which become (a c - b s, a s + b c).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton_compat import cast, tl, triton
+
+#: Positions whose angles are worked out at a time, in float64.
+_CHUNK = 1 << 16
+
+
+def rope_table(freqs: Tensor, positions: int) -> Tensor:
+    """Cosines and sines of every position.
+
+    Args:
+        freqs: float64 [R], angle per position; engine.kernels.reference.rope_frequencies.
+        positions: how many, from 0.
+
+    Returns:
+        float32 [positions, 2, R] on the device of freqs.
+    """
+    table = torch.empty(positions, 2, len(freqs), dtype=torch.float32, device=freqs.device)
+    for first in range(0, positions, _CHUNK):
+        last = min(first + _CHUNK, positions)
+        at = torch.arange(first, last, dtype=freqs.dtype, device=freqs.device)
+        angles = torch.outer(at, freqs)
+        table[first:last, 0] = angles.cos()
+        table[first:last, 1] = angles.sin()
+    return table
+
+
+def rotate_torch(x: Tensor, rope: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the last 2 * R dimensions, in float32 at least.
+
+    Args:
+        x: [T, (heads,) D].
+        rope: table [P, 2, R].
+        positions: int32 [T], each below P.
+        inverse: turn back.
+
+    Returns:
+        a new tensor of x's shape and dtype.
+    """
+    pairs = rope.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = rope[positions.long()].to(wide).unbind(1)
+    if inverse:
+        sin = -sin
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    plain = x.shape[-1] - 2 * pairs
+    even, odd = x[..., plain::2].to(wide), x[..., plain + 1 :: 2].to(wide)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., :plain], turned.to(x.dtype)), -1)
+
+
+@triton.jit
+def turns_device(rope, position, column, D: tl.constexpr, R: tl.constexpr):
+    """Factors of each column of a vector: x' = x * cos + partner * sin.
+
+    Args:
+        rope: pointer to the table.
+        position: int32 scalar, or a tensor that broadcasts with column.
+        column: int32 tensor; the partner of a column in the tail is column ^ 1.
+        D: width of the vectors.
+        R: pairs.
+
+    Returns:
+        cos and signed sin as float32 of the broadcast shape; 1 and 0 before the tail.
+    """
+    tail = column - (D - 2 * R)
+    real = (tail >= 0) & (column < D)
+    at = rope + position * (2 * R) + tail // 2
+    cos = tl.load(at, mask=real, other=1.0)
+    sin = tl.load(at + R, mask=real, other=0.0)
+    return cos, tl.where(tail % 2 == 0, -sin, sin)
+
+
+@triton.jit
+def turn_device(x, partner, cos, sin):
+    """Rotate x given the other member of each pair, factors of turns_device; keeps x's dtype."""
+    turned = x.to(tl.float32) * cos + partner.to(tl.float32) * sin
+    return cast(turned, x.dtype)

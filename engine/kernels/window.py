@@ -1,0 +1,214 @@
+"""Window keys (model.md 2.4 step 4): norm, rotation and storage form, and the rings that keep them.
+
+A ring is [slots, W, D]: position p of a sequence lies in row p mod W of its slot. The keys of the
+running pass are used from where window_keys leaves them, k_rows [T, D], and enter the ring by
+store_window afterwards: so a chunk's first rows still find the keys that its last rows replace,
+and rows that turn out not to count (rejected drafts) are never stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.rope import rotate_torch, turn_device, turns_device
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device
+from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import cast, tl, triton
+
+
+def _check_store(rows: Rows, ring: Tensor | None) -> None:
+    if ring is None or not rows.is_decode:
+        raise ValueError(
+            "store: expected a ring and sequences of one row, got "
+            f"{'no ring' if ring is None else f'up to {rows.max_length} rows'}"
+        )
+
+
+def window_keys_torch(
+    kv: Tensor,
+    norm_w: Tensor,
+    eps: float,
+    rope: Tensor,
+    rows: Rows,
+    ring: Tensor | None,
+    *,
+    form: Form,
+    store: bool,
+) -> Tensor:
+    """Window keys of all rows, as a cache would give them back.
+
+    RMSNorm, rounded to kv's dtype; rotation, rounded likewise; the round trip of `form`.
+
+    Args:
+        kv: float32 or bfloat16 [T, D], rows may be strided.
+        norm_w: [D].
+        eps: of the norm.
+        rope: table float32 [P, 2, R].
+        rows: the pass.
+        ring: [slots, W, D]; needed to store, and if given k_rows are rounded to its dtype.
+        form: see engine.kernels.roundtrip.
+        store: write the keys into the ring at once. Only for sequences of one row: that row
+            replaces the one key its window no longer covers.
+
+    Returns:
+        k_rows [T, D] in kv's dtype.
+
+    Raises:
+        ValueError: store without a ring or with longer sequences.
+    """
+    if store:
+        _check_store(rows, ring)
+    wide = kv.to(torch.promote_types(kv.dtype, torch.float32))
+    rho = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    k = (wide * rho * norm_w.to(wide.dtype)).to(kv.dtype)
+    k = rotate_torch(k, rope, rows.positions)
+    k = round_trip(k, form, tail=2 * rope.shape[-1])
+    if ring is not None:
+        k = k.to(ring.dtype).to(k.dtype)
+        if store:
+            store_window_torch(k, rows, ring)
+    return k
+
+
+def store_window_torch(
+    k_rows: Tensor, rows: Rows, ring: Tensor, lengths: Tensor | None = None
+) -> None:
+    """Keep the keys of the last W rows of each sequence.
+
+    Args:
+        k_rows: [T, D].
+        rows: the pass.
+        ring: [slots, W, D], written. Slot 0 takes what is not kept.
+        lengths: int32 [G], rows of each sequence that count, where not all do; may be 0.
+    """
+    width = ring.shape[1]
+    seq = rows.seq.long()
+    counted = (rows.lengths if lengths is None else lengths)[seq]
+    offset = torch.arange(rows.num_rows, device=seq.device, dtype=torch.int32) - rows.first[seq]
+    kept = (offset < counted) & (offset >= counted - width)
+    slots = torch.where(kept, rows.slots[seq], 0).long()
+    ring.index_put_((slots, rows.positions.long() % width), k_rows.to(ring.dtype))
+
+
+@triton.jit
+def _window_keys(
+    kv,
+    norm_w,
+    rope,
+    k_rows,
+    ring,
+    positions,
+    seq,
+    slots,
+    stride,
+    eps,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0)
+    column = tl.arange(0, D)[None, :]
+    source = kv + row.to(tl.int64) * stride
+    x = tl.load(source + column)
+    partner = tl.load(source + (column ^ 1)).to(tl.float32)
+    wide = x.to(tl.float32)
+    rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+    x = cast(wide * rho * tl.load(norm_w + column).to(tl.float32), x.dtype)
+    partner = cast(partner * rho * tl.load(norm_w + (column ^ 1)).to(tl.float32), x.dtype)
+    position = tl.load(positions + row)
+    cos, sin = turns_device(rope, position, column, D, R)
+    x = round_trip_device(turn_device(x, partner, cos, sin), FORM, 2 * R)
+    if HAS_RING:
+        stored = cast(x.to(tl.float32), ring.dtype.element_ty)
+        x = stored.to(tl.float32).to(x.dtype)
+        if STORE:
+            slot = tl.load(slots + tl.load(seq + row)).to(tl.int64)
+            tl.store(ring + (slot * W + position % W) * D + column, stored)
+    tl.store(k_rows + row.to(tl.int64) * D + column, x)
+
+
+@triton.jit
+def _store_window(
+    k_rows,
+    ring,
+    positions,
+    seq,
+    slots,
+    first,
+    lengths,
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One row a program; most rows of a long chunk have nothing to do."""
+    row = tl.program_id(0)
+    sequence = tl.load(seq + row)
+    counted = tl.load(lengths + sequence)
+    offset = row - tl.load(first + sequence)
+    if (offset < counted) & (offset >= counted - W):
+        slot = tl.load(slots + sequence).to(tl.int64)
+        column = tl.arange(0, D)
+        x = tl.load(k_rows + row.to(tl.int64) * D + column).to(tl.float32)
+        target = ring + (slot * W + tl.load(positions + row) % W) * D + column
+        tl.store(target, cast(x, ring.dtype.element_ty))
+
+
+def window_keys_triton(
+    kv: Tensor,
+    norm_w: Tensor,
+    eps: float,
+    rope: Tensor,
+    rows: Rows,
+    ring: Tensor | None,
+    *,
+    form: Form,
+    store: bool,
+) -> Tensor:
+    """Run window_keys_torch as one kernel; D is a power of two."""
+    if store:
+        _check_store(rows, ring)
+    tokens, dim = kv.shape
+    k_rows = torch.empty(tokens, dim, dtype=kv.dtype, device=kv.device)
+    _window_keys[(tokens,)](
+        kv,
+        norm_w,
+        rope,
+        k_rows,
+        k_rows if ring is None else ring,
+        rows.positions,
+        rows.seq,
+        rows.slots,
+        kv.stride(0),
+        eps,
+        W=1 if ring is None else ring.shape[1],
+        D=dim,
+        R=rope.shape[-1],
+        FORM=form,
+        HAS_RING=ring is not None,
+        STORE=store,
+        num_warps=4 if dim > 128 else 1,
+    )
+    return k_rows
+
+
+def store_window_triton(
+    k_rows: Tensor, rows: Rows, ring: Tensor, lengths: Tensor | None = None
+) -> None:
+    """Run store_window_torch as one kernel; what is not kept is written nowhere."""
+    tokens, dim = k_rows.shape
+    _store_window[(tokens,)](
+        k_rows,
+        ring,
+        rows.positions,
+        rows.seq,
+        rows.slots,
+        rows.first,
+        rows.lengths if lengths is None else lengths,
+        W=ring.shape[1],
+        D=dim,
+        num_warps=2,
+    )
