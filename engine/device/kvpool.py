@@ -37,7 +37,8 @@ class KVPool:
             bias added) of position p in row p mod ring.
         index_state: the same for V4's index compressors.
         history: [num_slots, n - 1] int64 on the host, folded ids, latest last; n the longest
-            n-gram. Zero columns without Engram.
+            n-gram. Zero columns without Engram. With `ring_history` [num_slots, n] on the device,
+            position p in row p mod n.
 
     Args:
         config: of the model.
@@ -46,6 +47,7 @@ class KVPool:
         num_slots: slots, the dummy slot 0 included.
         device: where the tensors live.
         dtype: of rings, entries and index keys; state is in float32 at least.
+        ring_history: whether the history is the ring that engine.model.fast keeps.
 
     Raises:
         ValueError: block_size is no multiple of a ratio, or there is no block or slot.
@@ -60,6 +62,7 @@ class KVPool:
         num_slots: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        ring_history: bool = False,
     ) -> None:
         if num_blocks < 1 or num_slots < 1:
             raise ValueError(f"expected at least 1 block and slot, got {num_blocks}, {num_slots}")
@@ -87,7 +90,9 @@ class KVPool:
         for part in pool_tensors(config, block_size):
             shape = (num_blocks if part.per_block else num_slots, *part.shape)
             if part.group == "history":
-                self.history = torch.zeros(shape, dtype=torch.int64)
+                width = part.shape[0] + 1 if ring_history and part.shape[0] else part.shape[0]
+                where = device if ring_history else "cpu"
+                self.history = torch.zeros((num_slots, width), dtype=torch.int64, device=where)
                 continue
             element = state_dtype if part.kind == "state" else dtype
             groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)

@@ -101,6 +101,10 @@ class NgramHash:
         self._primes = primes.reshape(self._orders, config.n_heads)
         self._offsets = (np.cumsum(primes) - primes).reshape(self._orders, config.n_heads)
 
+    def tables(self) -> tuple[Ints, Ints, Ints]:
+        """Multipliers [n], then moduli and first table rows [orders * heads], for a device."""
+        return self._multipliers, self._primes.flatten(), self._offsets.flatten()
+
     def rows(self, ngrams: Ints) -> Ints:
         """Rows to look up.
 
@@ -143,6 +147,11 @@ class EngramTable:
 
     weight: Tensor
     scale: Tensor | None
+
+    def to(self, device: torch.device) -> EngramTable:
+        """Give the table with its rows on a device."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return EngramTable(self.weight.to(device), scale)
 
     def lookup(self, rows: Ints, dtype: torch.dtype) -> Tensor:
         """Values of rows [T, R] joined per token: [T, R * width], on the host."""

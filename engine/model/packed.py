@@ -99,7 +99,7 @@ class PackedMoe:
 
 @dataclass(frozen=True, slots=True)
 class PackedEngram:
-    """Table on the host, wkv [(S + 1) * d, rows * width], q weight times k weight [S, d]."""
+    """Table, wkv [(S + 1) * d, rows * width], q weight times k weight [S, d]."""
 
     table: EngramTable
     wkv: Matrix
@@ -129,7 +129,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device (Engram tables are on the host)."""
+        """Bytes on the device."""
         return sum(tensor.nbytes for tensor in _tensors(self))
 
 
@@ -143,7 +143,7 @@ class Source(Protocol):
         """Values of a tensor on the device: float32, or integers for ids."""
 
     def table(self, prefix: str) -> EngramTable:
-        """Engram table of a layer, on the host."""
+        """Engram table of a layer."""
 
 
 class CheckpointSource:
@@ -180,8 +180,8 @@ class CheckpointSource:
         return self._checkpoint.get(name).to(self._device)
 
     def table(self, prefix: str) -> EngramTable:
-        """Mapped from disk."""
-        return self._checkpoint.table(prefix)
+        """On the device, as stored."""
+        return self._checkpoint.table(prefix).to(self._device)
 
     def _scale(self, weight: str) -> Tensor:
         return self._checkpoint.raw(scale_name(weight)).view(torch.uint8).to(self._device)
@@ -238,12 +238,11 @@ class RandomSource:
         return _spread(name, spec, noise)
 
     def table(self, prefix: str) -> EngramTable:
-        """Draw FP8 rows, on the host."""
+        """Draw FP8 rows."""
         rows, width = self._specs[prefix + "embed.weight"].shape
         generator = self._generator(prefix)
-        data = (self._bytes((rows, width), generator) & 0xBF).cpu().view(torch.float8_e4m3fn)
-        scale = self._scales((rows, -(-width // TABLE_GROUP)), 123, generator).cpu()
-        return EngramTable(data, scale)
+        data = (self._bytes((rows, width), generator) & 0xBF).view(torch.float8_e4m3fn)
+        return EngramTable(data, self._scales((rows, -(-width // TABLE_GROUP)), 123, generator))
 
     def _generator(self, name: str) -> torch.Generator:
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
@@ -452,6 +451,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, EngramTable | type):
+    elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))

@@ -12,6 +12,10 @@ shared by the layers above a source.
 
 Single-token chunks (decode) are attended together, padded to the longest; longer chunks (prefill)
 one by one in blocks of query rows. Which is which changes no result.
+
+Where a batch has stages (engine.plan.replay), late layers process fewer rows. Layer s, the last KV
+source, first writes entries and index keys of all rows, so that these are the same bytes in every
+mode; then each stage narrows the pass to the rows that are left.
 """
 
 from __future__ import annotations
@@ -34,14 +38,17 @@ from engine.model.weights import (
     AttentionWeights,
     CompressorWeights,
     EngramWeights,
+    LayerWeights,
     MoeWeights,
     SiteWeights,
     Weights,
 )
+from engine.plan.replay import tail_of, tail_problems
 
 if TYPE_CHECKING:
     from engine.device.batch import ForwardBatch, PoolingPlan, Span, VisibleEntries
     from engine.device.kvpool import KVPool
+    from engine.plan.replay import Stage
 
 Tap = Callable[[str, Tensor], None]
 
@@ -54,7 +61,11 @@ DENSE_PAIRS = 128
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Rows [first, last) of a prefill chunk, counted from its start."""
+    """Rows [first, last) of a prefill chunk, counted from the first of its rows that is left.
+
+    Blocks lie on a grid from the chunk's own start, so that a chunk that loses rows at its front
+    keeps its blocks, the first of them cut.
+    """
 
     span: Span
     first: int
@@ -62,8 +73,8 @@ class QueryBlock:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identifies the block within a step."""
-        return self.span.row, self.first
+        """Identifies the block within a step, through all its stages."""
+        return self.span.chunk, (self.span.skipped + self.last - 1) // QUERY_BLOCK
 
     @property
     def rows(self) -> slice:
@@ -83,10 +94,13 @@ class Step:
         self.pool = pool
         self.tap = tap
         self.blocks = [
-            QueryBlock(span, first, min(first + QUERY_BLOCK, span.length))
+            QueryBlock(span, max(first, 0), min(first + QUERY_BLOCK, span.length))
             for span in batch.prefill
-            for first in range(0, span.length, QUERY_BLOCK)
+            for first in range(-(span.skipped % QUERY_BLOCK), span.length, QUERY_BLOCK)
         ]
+        self.written: int | None = (
+            None  # layer whose entries were written before rows were left out
+        )
         self.image: Tensor | None = None  # bool [T], None without image tokens
         self.ngrams: Ints | None = None  # [T, n], None without Engram
         self.turns: dict[object, Tensor] = {}
@@ -103,6 +117,49 @@ class Step:
         self.decode_keys: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
         self.block_masks: dict[tuple[object, ...], Tensor] = {}
 
+    def narrow(self, stage: Stage) -> tuple[Step, Tensor]:
+        """Give the step of a stage, and the rows of this one that it has: int64 [T'].
+
+        What was chosen for the rows that are left stays chosen.
+        """
+        batch, rows = self.batch.narrow(stage)
+        step = Step(batch, self.pool, self.tap)
+        step.written = self.written
+        step.image = None if self.image is None else self.image.index_select(0, rows)
+        step.span_entries = self.span_entries  # of a chunk's end, which no stage moves
+        sizes = {block.key: block.last - block.first for block in step.blocks}
+        for (source, key), mask in self.block_choice.items():
+            if key in sizes:
+                step.block_choice[source, key] = mask[-sizes[key] :]
+        for key, mask in self.block_candidates.items():
+            if key in sizes:
+                step.block_candidates[key] = mask[-sizes[key] :]
+        if self.batch.decode is not None and batch.decode is not None:
+            left = {span.chunk for span in batch.decode.spans}
+            kept = [i for i, span in enumerate(self.batch.decode.spans) if span.chunk in left]
+            at = torch.tensor(kept, device=rows.device)
+            step.visible = {ratio: found.select(at) for ratio, found in self.visible.items()}
+            for source, chosen in self.decode_choice.items():
+                step.decode_choice[source] = chosen[0][at], chosen[1][at]
+            if self.decode_candidates is not None:
+                step.decode_candidates = self.decode_candidates[at]
+        return step, rows
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What the last layer leaves.
+
+    Args:
+        streams: [T', S, d].
+        pre: of the last site, [T', S].
+        batch: the rows that the last layer processed.
+    """
+
+    streams: Tensor
+    pre: Tensor
+    batch: ForwardBatch
+
 
 class Model:
     """A loaded model; immutable, so threads may share it.
@@ -111,6 +168,8 @@ class Model:
         config: of the model.
         dtype: of all maths but the linears: float32, or float64 where those are.
         unused: official name -> reason, for tensors that are present and checked but not run.
+        tail: the layers that need not process a whole prompt; None where there are none.
+        tail_problems: why there are none.
         has_vision: whether images can be processed; always False here.
         vision_reason: why not, fit for a client.
 
@@ -133,6 +192,8 @@ class Model:
         unused: dict[str, str],
     ) -> None:
         self.config = config
+        self.tail_problems = tuple(tail_problems(config, len(weights.layers)))
+        self.tail = tail_of(config, len(weights.layers))
         self.unused = unused
         self.round_trips = round_trips
         self.has_vision = False
@@ -148,7 +209,7 @@ class Model:
         self._scale = config.head_dim**-0.5
         self._tables = ops.SinkhornTables.make(config.hc_mult, config.hc_eps, self.dtype, device)
         self._first_pre = torch.eye(config.hc_mult, dtype=self.dtype, device=device)[:1]
-        self._plain_freqs, self._compress_freqs = _frequencies(config, device)
+        self._plain_freqs, self._compress_freqs = frequencies(config, device)
         self._hadamard = (
             ops.hadamard(config.index_head_dim, self.dtype, device)
             if (not config.is_v41 and round_trips)
@@ -173,24 +234,45 @@ class Model:
         """Process the chunks and update the pools.
 
         Args:
+            batch: as in `hidden`.
+            pool: memory of the requests.
+            all_rows: give the logits of every row of the last layer instead of those asked for.
+            tap: as in `hidden`.
+
+        Returns:
+            float32 [L, vocab], one row per chunk with wants_logits in chunk order, or [T', vocab].
+            float64 where the model computes in float64.
+        """
+        hidden = self.hidden(batch, pool, tap=tap)
+        return self.logits(hidden, None if all_rows else hidden.batch.logit_rows)
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, pool: KVPool, *, tap: Tap | None = None) -> Hidden:
+        """Process the chunks through all layers and update the pools.
+
+        Args:
             batch: the chunks; each continues exactly where its slot's sequence stands.
             pool: memory of the requests.
-            all_rows: give the logits of every row instead of those asked for.
             tap: called with (name, tensor) for intermediate values: per layer N
                 "layers.N.attn" and "layers.N.ffn" followed by ".x" (normed input [T, d]), ".y"
                 (output [T, d]), ".pre" [T, S], ".post" [T, S], ".comb" [T, S, S], and
-                "layers.N.streams" [T, S, d] after the layer.
-
-        Returns:
-            float32 [L, vocab], one row per chunk with wants_logits in chunk order, or [T, vocab].
-            float64 where the model computes in float64.
+                "layers.N.streams" [T, S, d] after the layer. T is what the layer processes; a
+                layer without a row is skipped.
         """
         c, w = self.config, self._weights
         step = self._begin(batch, pool, tap)
         streams = F.embedding(batch.token_ids, w.embed)[:, None].repeat(1, c.hc_mult, 1)
         pre = self._first_pre.expand(batch.num_rows, -1)
+        stages = {stage.layer: stage for stage in batch.stages}
         for layer, lw in zip(c.layers, w.layers, strict=True):
             name = f"layers.{layer.index}"
+            if layer.index in stages:
+                if layer.owns_entries:
+                    self._write_entries(layer, lw, streams, pre, step)
+                step, rows = step.narrow(stages[layer.index])
+                streams, pre = streams.index_select(0, rows), pre.index_select(0, rows)
+            if not step.batch.num_rows:
+                break
             if lw.engram is not None and layer.engram is not None:
                 streams = self._engram(lw.engram, self._hashes[layer.engram], streams, step)
             streams, pre = self._site(
@@ -211,10 +293,27 @@ class Model:
             )
             if tap:
                 tap(f"{name}.streams", streams)
-        if not all_rows:
-            streams = streams.index_select(0, batch.logit_rows)
-            pre = pre.index_select(0, batch.logit_rows)
-        return self._logits(streams, pre)
+        return Hidden(streams, pre, step.batch)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Hidden, rows: Tensor | None = None) -> Tensor:
+        """Logits [N, vocab] of rows int64 [N] of what the last layer left; of all by default."""
+        if rows is None:
+            return self._logits(hidden.streams, hidden.pre)
+        pre = hidden.pre.index_select(0, rows)
+        return self._logits(hidden.streams.index_select(0, rows), pre)
+
+    def _write_entries(
+        self, layer: Layer, w: LayerWeights, streams: Tensor, pre: Tensor, step: Step
+    ) -> None:
+        """Write a KV source's entries and index keys of all rows, before some are left out.
+
+        Takes V4.1's delayed pre, as its tail does (engine.plan.replay).
+        """
+        u = ops.collapse(streams, pre)
+        x = ops.rms_norm(u, w.attn_site.norm, self.config.rms_norm_eps)
+        self._compress(layer, w.attn, x, step)
+        step.written = layer.index
 
     # ------------------------------------------------------------ streams (2.2)
 
@@ -276,7 +375,7 @@ class Model:
         q = ops.rope_(q, turns).mul_(self._scale)
         k = ops.rms_norm(projected[:, c.q_lora_rank :], w.kv_norm, c.rms_norm_eps)
         k = self._stored_window(ops.rope_(k, turns))
-        if layer.owns_entries:
+        if layer.owns_entries and layer.index != step.written:
             self._compress(layer, w, x, step)
         if layer.owns_index:
             self._choose(layer, w, x, low, step)
@@ -295,7 +394,7 @@ class Model:
         # What the chunks' first rows see of earlier chunks must be read before it is overwritten.
         earlier = {}
         for span in batch.prefill:
-            positions = torch.arange(max(0, span.start - width + 1), span.start)
+            positions = torch.arange(max(span.floor, span.start - width + 1), span.start)
             places = (span.slot * width + positions % width).to(q.device)
             earlier[span.row] = flat_ring.index_select(0, places).to(q.dtype)
         if step.ring is None:
@@ -320,7 +419,11 @@ class Model:
         decode, ring = step.batch.decode, step.pool.window[layer.index]
         assert decode is not None
         keys, mask = self._decode_keys(layer, step)
-        keys[:, 1 : 1 + ring.shape[1]] = ring.index_select(0, decode.slots)
+        window = ring.index_select(0, decode.slots)
+        if decode.floors is not None:  # rows that were left out hold whatever was there before
+            hidden = mask[:, 0, 1 : 1 + ring.shape[1]] < 0
+            window = window.masked_fill(hidden[..., None], 0.0)
+        keys[:, 1 : 1 + ring.shape[1]] = window
         return ops.sink_attention(q[:, None], keys, mask, sink).squeeze(1)
 
     def _decode_keys(self, layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
@@ -337,8 +440,10 @@ class Model:
         decode, pool = step.batch.decode, step.pool
         assert decode is not None
         width = pool.window[layer.index].shape[1]
-        # Ring row i holds a position of this sequence iff i <= position: rings fill in order.
-        real = torch.arange(width, device=self._device) <= decode.positions[:, None]
+        # Ring row i holds the last position up to the newest that is i modulo W; below 0: none yet.
+        ends = decode.positions[:, None]
+        held = ends - (ends - torch.arange(width, device=self._device)) % width
+        real = held >= (0 if decode.floors is None else decode.floors[:, None])
         entries = None
         if source is not None:
             visible = self._visible(layer, step)
@@ -387,7 +492,7 @@ class Model:
     def _span_entries(self, layer: Layer, span: Span, step: Step) -> Tensor:
         """Entries of the layer's source that a prefill chunk may attend [E, D]."""
         assert layer.kv_source is not None
-        key = layer.kv_source, span.row
+        key = layer.kv_source, span.chunk
         if key not in step.span_entries:
             places = step.batch.span_places(span, layer.ratio, step.pool.block_size)
             rows = _rows_of(step.pool.entries[layer.kv_source], places)
@@ -722,7 +827,7 @@ class Model:
         return quant.round_trip_fp4(x if self._hadamard is None else x @ self._hadamard, 32)
 
 
-def _frequencies(c: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+def frequencies(c: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rotary frequencies of window-only layers and of layers with compressed entries."""
     plain = ops.rope_frequencies(c.qk_rope_head_dim, c.rope_theta)
     compressed = ops.rope_frequencies(c.qk_rope_head_dim, c.compress_rope_theta)

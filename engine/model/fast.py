@@ -1,0 +1,531 @@
+"""DeepSeek-V4 and V4.1 over packed weights, written in terms of kernels.
+
+The same model as `engine.model.v4`, which it is compared with; section numbers refer to model.md.
+It sees a pass as `Rows`: nothing here reads a device value on the host or lets a device value
+decide a shape, so a pass over decode rows can be captured in a CUDA graph. Every operation comes
+from an `Ops` table, Triton's or the torch twins', so that the whole can run on a CPU.
+
+What the pass adds to the rings is written after attention has read them, so one rule serves decode,
+prefill and speculative verification (engine.kernels.rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import Layer, ModelConfig
+from engine.kernels.engram import Hashes
+from engine.kernels.formats import Matrix
+from engine.kernels.mhc import HcIn
+from engine.kernels.ops import Implementation, Ops, ops
+from engine.kernels.rope import rope_table
+from engine.kernels.roundtrip import Form
+from engine.kernels.rows import Rows
+from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
+from engine.model.engram import Ints, NgramHash, fold_table
+from engine.model.packed import (
+    CheckpointSource,
+    PackedCompressor,
+    PackedLayer,
+    PackedSite,
+    PackedWeights,
+    RandomSource,
+    pack,
+)
+from engine.model.v4 import frequencies
+
+if TYPE_CHECKING:
+    from engine.device.kvpool import KVPool
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one pass works out once and shares between layers.
+
+    Args:
+        rows: of the pass.
+        pool: memory of the requests.
+        choices: index source -> places int32 [T, K] of the entries that its readers attend.
+        candidates: groups that the candidate source leaves to later choosers.
+    """
+
+    rows: Rows
+    pool: KVPool
+    choices: dict[int, Tensor] = field(default_factory=dict)
+    candidates: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Flow:
+    """What passes from layer to layer.
+
+    Args:
+        streams: R [T, S, d], of the site that is open.
+        parts: summands [T, P, d] of the last sublayer's output, not yet mixed in.
+        site: the open site.
+    """
+
+    streams: Tensor
+    parts: Tensor
+    site: HcIn
+
+
+class FastModel:
+    """A loaded model over packed weights; immutable.
+
+    Args:
+        config: of the model.
+        weights: of the backbone.
+        kernels: the operations.
+        fold: int64 [vocab], token id to folded id; None without Engram.
+        round_trips: as in engine.model.v4.Model.
+        max_model_len: positions the rotary tables cover.
+        dtype: of activations: bfloat16, or float32 in tests.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PackedWeights,
+        kernels: Ops,
+        *,
+        fold: Ints | None,
+        round_trips: bool,
+        max_model_len: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.ops = kernels
+        self.round_trips = round_trips
+        self._weights = weights
+        self._device = device = weights.embed.device
+        self._scale = config.head_dim**-0.5
+        plain, compressed = frequencies(config, device)
+        self._rope = rope_table(plain, max_model_len), rope_table(compressed, max_model_len)
+        v41 = config.is_v41
+        group = config.weight_block_size or (32 if v41 else 128)
+        self._act_group = group if round_trips else None
+        forms: tuple[Form, Form, Form] = ("fp8_64_tail", "fp8_64_tail", "hadamard_fp4_32")
+        if v41:
+            forms = ("fp8_32", "fp4_e4m3_16", "fp4_32")
+        if not round_trips:
+            forms = ("none", "none", "none")
+        self._window_form, self._entry_form, self._index_form = forms
+        self._mixing: dict[str, Any] = {
+            "eps": config.rms_norm_eps,
+            "hc_eps": config.hc_eps,
+            "iterations": config.hc_sinkhorn_iters,
+            "act_group": self._act_group,
+        }
+        self._image = -1 if config.image_token_id is None else config.image_token_id
+        self._fold, self._pad, self._hashes = self._prepare_engram(fold)
+
+    def decode(self, rows: Rows, pool: KVPool) -> Tensor:
+        """Process one row of each sequence.
+
+        Capturable in a CUDA graph: no host sync, every launch decided by shapes.
+
+        Args:
+            rows: one row a sequence; padding allowed.
+            pool: memory of the requests.
+
+        Returns:
+            float32 [T, V].
+        """
+        *_, flow = self._layers(rows, pool)
+        return self._logits(flow, None)
+
+    def prefill(self, rows: Rows, pool: KVPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
+        """Process chunks of any length, pausing between layers.
+
+        Args:
+            rows: of the chunks.
+            pool: memory of the requests.
+            logit_rows: int64 [L], rows whose logits are wanted; L may be 0.
+
+        Yields:
+            None after each layer, lastly the logits, float32 [L, V].
+        """
+        for flow in self._layers(rows, pool):  # noqa: B007 - the last one is needed
+            yield None
+        yield self._logits(flow, logit_rows)
+
+    def _layers(self, rows: Rows, pool: KVPool) -> Iterator[Flow]:
+        """Run the layers one by one; the pass's memory is complete after the last."""
+        c, w = self.config, self._weights
+        state = Pass(rows, pool)
+        streams = F.embedding(rows.ids, w.embed).to(self.dtype)
+        streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
+        flow: Flow | None = None
+        for layer, lw in zip(c.layers, w.layers, strict=True):
+            flow = self._layer(layer, lw, streams, flow, state)
+            yield flow
+        if c.engram is not None:
+            assert self._fold is not None
+            self.ops.store_history(rows, self._fold, pool.history, image=self._image)
+
+    def _layer(
+        self, layer: Layer, w: PackedLayer, streams: Tensor, before: Flow | None, state: Pass
+    ) -> Flow:
+        carried = before.site.pre if before else self._first_pre(streams)
+        if w.engram is not None:
+            if before is not None:
+                site = before.site
+                streams = self.ops.hc_out(before.streams, before.parts, site.post, site.comb)
+            streams = self._engram(layer, w, streams, state)
+            site = self._open(w.attn_site, streams, carried)
+        elif before is None:
+            site = self._open(w.attn_site, streams, carried)
+        else:
+            streams, site = self._turn(before, w.attn_site)
+        parts = self._attention(layer, w, site, state)
+        streams, site = self._turn(Flow(streams, parts, site), w.ffn_site)
+        return Flow(streams, self._moe(w, site, state), site)
+
+    # ------------------------------------------------------------ streams (2.2)
+
+    def _first_pre(self, streams: Tensor) -> Tensor:
+        """Weights (1, 0, 0, 0) of V4.1's first site."""
+        first = torch.zeros(streams.shape[:2], dtype=torch.float32, device=streams.device)
+        first[:, 0] = 1.0
+        return first
+
+    def _open(self, site: PackedSite, streams: Tensor, carried: Tensor) -> HcIn:
+        own = carried if self.config.is_v41 else None
+        return self.ops.hc_in(streams, site.fn, site.base, site.norm, own, **self._mixing)
+
+    def _turn(self, flow: Flow, site: PackedSite) -> tuple[Tensor, HcIn]:
+        """Mix a sublayer's output in and open the next site."""
+        return self.ops.hc_turn(
+            flow.streams,
+            flow.parts,
+            flow.site.post,
+            flow.site.comb,
+            site.fn,
+            site.base,
+            site.norm,
+            flow.site.pre if self.config.is_v41 else None,
+            **self._mixing,
+        )
+
+    def _logits(self, flow: Flow, wanted: Tensor | None) -> Tensor:
+        w, c = self._weights, self.config
+        streams, parts, site = flow.streams, flow.parts, flow.site
+        post, comb, pre = site.post, site.comb, site.pre
+        if wanted is not None:
+            streams, parts, post, comb, pre = (
+                t.index_select(0, wanted) for t in (streams, parts, post, comb, pre)
+            )
+        streams = self.ops.hc_out(streams, parts, post, comb)
+        head = w.hc_head
+        x = self.ops.hc_head(
+            streams,
+            None if head is None else head.fn,
+            None if head is None else head.base,
+            w.norm,
+            pre if head is None else None,
+            eps=c.rms_norm_eps,
+            hc_eps=c.hc_eps,
+        )
+        return self.ops.linear(x, w.head, out_dtype=torch.float32)
+
+    # ------------------------------------------------------------ attention (2.4)
+
+    def _attention(self, layer: Layer, w: PackedLayer, site: HcIn, state: Pass) -> Tensor:
+        c, k, rows, pool = self.config, self.ops, state.rows, state.pool
+        a = w.attn
+        rope = self._rope[layer.ratio > 0]
+        inputs, weights = [site.xq], [a.wq_a_wkv]
+        kinds: list[torch.dtype | None] = [None]
+        for extra in self._extra_projections(layer, w):
+            inputs.append(site.x)
+            weights.append(extra)
+            kinds.append(torch.float32)
+        projected, *extras = k.linears(inputs, weights, out_dtypes=kinds)
+        queries = [a.wq_b] + ([a.indexer.wq_b] if a.indexer else [])
+        q, *index_q = k.norm_linear(
+            projected[:, : c.q_lora_rank],
+            a.q_norm,
+            c.rms_norm_eps,
+            queries,
+            act_group=self._act_group,
+        )
+        ring = pool.window[layer.index]
+        k_rows = k.window_keys(
+            projected[:, c.q_lora_rank :],
+            a.kv_norm,
+            c.rms_norm_eps,
+            rope,
+            rows,
+            ring,
+            form=self._window_form,
+            store=rows.is_decode,
+        )
+        if layer.owns_entries:
+            self._compress(layer, w, extras, state)
+        if layer.owns_index:
+            self._choose(layer, index_q[0], extras[-1], state)
+        choice = None if layer.index_source is None else state.choices[layer.index_source]
+        o = k.attend(
+            q,
+            k_rows,
+            ring,
+            None if layer.kv_source is None else pool.entries[layer.kv_source],
+            choice,
+            a.sink,
+            rope,
+            rows,
+            ratio=layer.ratio,
+            head_norm_eps=None if c.is_v41 else c.rms_norm_eps,
+            window=c.sliding_window,
+            scale=self._scale,
+        )
+        if not rows.is_decode:
+            k.store_window(k_rows, rows, ring)
+        return k.attention_output(o, a.wo_a, a.wo_b, c.o_groups, act_group=self._act_group)
+
+    def _extra_projections(self, layer: Layer, w: PackedLayer) -> list[Matrix]:
+        """Products of the unrounded input: compressor, index compressor, index head weights."""
+        a = w.attn
+        found = []
+        if a.compressor is not None:
+            found.append(a.compressor.proj)
+        if a.index_keys is not None and a.index_keys.compressor is not None:
+            found.append(a.index_keys.compressor.proj)
+        if a.indexer is not None:
+            found.append(a.indexer.head_weights)
+        return found
+
+    def _compress(self, layer: Layer, w: PackedLayer, extras: list[Tensor], state: Pass) -> None:
+        """Write the entries and index keys that this pass completes (2.5, 2.6, 2.9)."""
+        pool, a = state.pool, w.attn
+        assert a.compressor is not None
+        keys = a.index_keys
+        from_latent = keys is not None and keys.wk is not None
+        latent = self._pool_rows(
+            layer,
+            a.compressor,
+            extras[0],
+            pool.state.get(layer.index),
+            pool.entries[layer.index],
+            self._entry_form,
+            state,
+            want_latent=from_latent,
+        )
+        if keys is None:
+            return
+        target = pool.index_keys[layer.index]
+        if keys.compressor is not None:
+            carried = pool.index_state[layer.index]
+            form = self._index_form
+            self._pool_rows(layer, keys.compressor, extras[1], carried, target, form, state)
+        elif latent is not None and keys.wk is not None:
+            self.ops.index_keys_from_latent(
+                latent,
+                keys.wk,
+                keys.norm,
+                self.config.rms_norm_eps,
+                self._rope[1],
+                state.rows,
+                target,
+                ratio=layer.ratio,
+                form=self._index_form,
+            )
+
+    def _pool_rows(
+        self,
+        layer: Layer,
+        w: PackedCompressor,
+        projected: Tensor,
+        carried: Tensor | None,
+        target: Tensor,
+        form: Form,
+        state: Pass,
+        *,
+        want_latent: bool = False,
+    ) -> Tensor | None:
+        return self.ops.compress(
+            projected,
+            w.ape,
+            carried,
+            state.rows,
+            ratio=layer.ratio,
+            overlap=layer.overlap,
+            norm_w=w.norm,
+            eps=self.config.rms_norm_eps,
+            rope=self._rope[1],
+            form=form,
+            pool=target,
+            want_latent=want_latent,
+        )
+
+    def _choose(self, layer: Layer, raw: Tensor, head_weights: Tensor, state: Pass) -> None:
+        """Choose the entries that this layer and its readers attend (2.6, 2.9)."""
+        c = self.config
+        assert layer.kv_source is not None
+        q = self.ops.index_queries(
+            raw, self._rope[1], state.rows, head_dim=c.index_head_dim, form=self._index_form
+        )
+        places, candidates = self.ops.choose(
+            q,
+            head_weights,
+            state.pool.index_keys[layer.kv_source],
+            state.rows,
+            ratio=layer.ratio,
+            topk=c.index_topk,
+            candidates=state.candidates if layer.reads_candidates else None,
+            candidate_group=c.candidate_block_size,
+            candidate_topk=c.candidate_topk_blocks if layer.builds_candidates else 0,
+        )
+        state.choices[layer.index] = places
+        if layer.builds_candidates:
+            state.candidates = candidates
+
+    # ------------------------------------------------------------ experts (2.7)
+
+    def _moe(self, w: PackedLayer, site: HcIn, state: Pass) -> Tensor:
+        c, m = self.config, w.moe
+        image = state.rows.ids == self._image if m.bias_vl is not None else None
+        routing = self.ops.route(
+            site.x,
+            m.gate,
+            m.bias,
+            m.tid2eid,
+            state.rows,
+            k=c.num_experts_per_tok,
+            scaling=c.routed_scaling_factor,
+            image=image,
+            image_bias=m.bias_vl,
+        )
+        return self.ops.moe(
+            site.xq,
+            routing,
+            m.w13,
+            m.w2,
+            m.shared13,
+            m.shared2,
+            limit=c.swiglu_limit,
+            act_group=self._act_group,
+        )
+
+    # ------------------------------------------------------------ Engram (2.10)
+
+    def _prepare_engram(self, fold: Ints | None) -> tuple[Tensor | None, int, list[Hashes]]:
+        engram = self.config.engram
+        if engram is None:
+            return None, 0, []
+        assert fold is not None
+        hashes = []
+        for index in range(len(engram.layer_ids)):
+            tables = NgramHash(engram, index).tables()
+            hashes.append(Hashes(*(torch.from_numpy(t).to(self._device) for t in tables)))
+        pad = int(fold[engram.pad_token_id])
+        return torch.from_numpy(fold).to(self._device), pad, hashes
+
+    def _engram(self, layer: Layer, w: PackedLayer, streams: Tensor, state: Pass) -> Tensor:
+        assert w.engram is not None
+        assert layer.engram is not None
+        assert self._fold is not None
+        looked_up = self.ops.engram_lookup(
+            state.rows,
+            self._fold,
+            state.pool.history,
+            self._hashes[layer.engram],
+            w.engram.table.weight,
+            w.engram.table.scale,
+            pad=self._pad,
+            image=self._image,
+            dtype=self.dtype,
+        )
+        projected = self.ops.linear(looked_up, w.engram.wkv, act_group=self._act_group)
+        return self.ops.engram_apply(
+            streams,
+            projected,
+            w.engram.gate,
+            state.rows,
+            eps=self.config.rms_norm_eps,
+            image=self._image,
+        )
+
+
+def load_fast_model(
+    path: Path | str,
+    *,
+    kernels: Implementation,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    round_trips: RoundTrips = "auto",
+    max_model_len: int | None = None,
+) -> FastModel:
+    """Load a checkpoint of the official layout, in the form it is stored in.
+
+    Args:
+        path: its folder.
+        kernels: "torch" or "triton".
+        device: where the weights go.
+        dtype: of activations: bfloat16 or float32.
+        round_trips: as in engine.model.checkpoint.load_model.
+        max_model_len: positions that will be used; the model's own context by default.
+
+    Raises:
+        ConfigError: config.json cannot be served.
+        CheckpointError: listing every missing, misshapen, mistyped and unknown tensor.
+        EngineError: Engram's tokenizer.json is unusable.
+    """
+    checkpoint = Checkpoint(path)
+    problems = checkpoint.problems()
+    if problems:
+        raise CheckpointError(checkpoint.path, problems)
+    config = checkpoint.config
+    fold: Ints | None = None
+    if config.engram:
+        tokenizer = checkpoint.path / "tokenizer.json"
+        fold = fold_table(tokenizer, config.vocab_size, config.engram.compressed_vocab_size)
+    return FastModel(
+        config,
+        pack(config, CheckpointSource(checkpoint, torch.device(device), dtype), plain=dtype),
+        ops(kernels),
+        fold=fold,
+        round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
+        max_model_len=max_model_len or config.max_position_embeddings,
+        dtype=dtype,
+    )
+
+
+def random_fast_model(
+    config: ModelConfig,
+    *,
+    kernels: Implementation,
+    device: torch.device | str,
+    max_model_len: int,
+    seed: int = 0,
+) -> FastModel:
+    """Draw a model of a shape from a seed; token ids are folded to themselves.
+
+    Args:
+        config: the shape.
+        kernels: "torch" or "triton".
+        device: where the weights go.
+        max_model_len: positions that will be used.
+        seed: of the weights.
+    """
+    fold = np.arange(config.vocab_size) if config.engram else None
+    if config.engram and fold is not None:
+        fold %= config.engram.compressed_vocab_size
+    return FastModel(
+        config,
+        pack(config, RandomSource(config, torch.device(device), seed)),
+        ops(kernels),
+        fold=fold,
+        round_trips=config.is_quantised,
+        max_model_len=max_model_len,
+    )
