@@ -99,16 +99,16 @@ class Background:
         try:
             async with aclosing(frames):
                 async for step in frames:
-                    if step and not begun.done():
+                    if not begun.done():
                         first = _response(step[0])
                         await self._put(owner, exchange, first)
                         begun.set_result(orjson.dumps(first))
-                    last = step or last
+                    last = step
         except asyncio.CancelledError:
             if not begun.done():
                 begun.set_exception(shutting_down())
                 return
-            response = _response(exchange.fail(shutting_down().message)[-1])
+            response = _failed(exchange, shutting_down())
             if self._service.serving:  # it was the client who cancelled
                 response |= {"status": "cancelled", "error": None}
             await self._put(owner, exchange, response)
@@ -127,7 +127,7 @@ class Background:
         if not begun.done():
             begun.set_exception(failure)
             return
-        await self._put(owner, exchange, _response(exchange.fail(failure.message)[-1]))
+        await self._put(owner, exchange, _failed(exchange, failure))
 
     async def _put(self, owner: str, exchange: Exchange, response: dict[str, Any]) -> None:
         store, stored = self._service.store, exchange.stored
@@ -142,6 +142,11 @@ class Background:
             await in_thread(store.put, response["id"], owner, orjson.dumps(record))
         except StoreError:
             logger.exception("a response is not kept")
+
+
+def _failed(exchange: Exchange, failure: ClientError) -> dict[str, Any]:
+    frames = exchange.fail(failure.message, code=failure.code, status=failure.status)
+    return _response(frames[-1])
 
 
 def _response(frame: bytes) -> dict[str, Any]:

@@ -229,7 +229,9 @@ class Endpoints:
 
         return EventStream(
             frames,
-            fail=lambda failure: exchange.fail(failure.message),
+            fail=lambda failure: exchange.fail(
+                failure.message, code=failure.code, status=failure.status
+            ),
             refuse=refuse,
             keep_alive_seconds=settings.keep_alive_seconds,
             stall_seconds=settings.stall_seconds,

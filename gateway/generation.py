@@ -20,7 +20,7 @@ from engine.api import (
     GenerateRequest,
     PromptTooLongError,
     SamplingParams,
-    TokenDelta,
+    TokenLogprob,
 )
 from gateway.backends import Backend
 from gateway.call import Call
@@ -33,6 +33,7 @@ from parsers import ClientError, Completion, Exchange
 
 Reply = Exchange | Completion
 """Both are driven in the same way."""
+_FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 class Generations:
@@ -67,7 +68,7 @@ class Generations:
         tape: Tape | None = None,
         settle: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """Generate, and yield the frames of each step (none, for an exchange without a stream).
+        """Generate, and yield the frames of each step that has some.
 
         Several choices are several generations at once, over one prompt; the frames come in the
         order in which they are made.
@@ -107,6 +108,7 @@ class Generations:
         request = self._request(exchange, request_id, index, scripts)
         deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
         begun, cached, last, completion_tokens = False, 0, 0.0, 0
+        gap = self._metrics.gaps.add
         try:
             while True:
                 finish: Literal["stop", "length"] | None = None
@@ -114,32 +116,36 @@ class Generations:
                 async with aclosing(self._backend.generate(request)) as deltas:
                     deadline.waiting = True
                     async for delta in deltas:
-                        deadline.waiting = False
                         deadline.steps += 1
                         now, reason = monotonic(), delta.finish_reason
-                        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+                        if reason in _FAILED:
                             why = delta.error or "the backend gave up without a reason"
                             raise _backend_error(why)
-                        frames = []
-                        if not begun:
+                        if begun:
+                            frames = []
+                        else:
                             begun = True
                             cached = 0 if delta.usage is None else delta.usage.cached_tokens
                             frames = exchange.start(len(request.prompt_ids), cached)
                             pace.begin(index, now, len(request.prompt_ids), cached)
                         if delta.token_ids:
                             if completion_tokens:
-                                self._metrics.gaps.add(now - last)
+                                gap(now - last)
                             last = now
                             completion_tokens += len(delta.token_ids)
                             if tape is not None:
                                 tape.step(index, delta.token_ids)
-                            frames += exchange.receive(delta.token_ids, _logprobs(delta))
+                            logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs)
+                            frames += exchange.receive(delta.token_ids, logprobs)
                         # finished without a reason of the backend's: a stop string, a last call
                         if reason is not None or exchange.finished:
                             finish = "length" if reason is FinishReason.LENGTH else "stop"
                             break
-                        yield frames
-                        deadline.waiting = True
+                        if frames:
+                            deadline.waiting = False
+                            yield frames
+                            deadline.waiting = True
+                    deadline.waiting = False
                 if finish is None:
                     raise deadline.expired or _backend_error(
                         "the backend ended without a finish reason"
@@ -148,7 +154,8 @@ class Generations:
                 more = None if finish == "length" else exchange.continuation()
                 if more is None:
                     break
-                yield frames
+                if frames:
+                    yield frames
                 if tape is not None:
                     tape.again(index)
                 request = replace(
@@ -167,7 +174,8 @@ class Generations:
                 tape.end(index, finish, completion_tokens, cached)
             if settle is not None:
                 await settle()
-            yield frames
+            if frames:
+                yield frames
         except PromptTooLongError as error:
             raise ClientError(
                 str(error), status=400, code="context_length_exceeded", param=None
@@ -265,10 +273,10 @@ async def _together(
         await asyncio.wait(tasks)
 
 
-def _logprobs(delta: TokenDelta) -> list[tuple[float, Sequence[tuple[int, float]]]] | None:
-    if delta.logprobs is None:
-        return None
-    return [(logprob.logprob, logprob.top) for logprob in delta.logprobs]
+def _logprobs(
+    logprobs: Sequence[TokenLogprob],
+) -> list[tuple[float, Sequence[tuple[int, float]]]]:
+    return [(logprob.logprob, logprob.top) for logprob in logprobs]
 
 
 def _backend_error(message: str) -> ServerError:

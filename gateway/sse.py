@@ -97,7 +97,7 @@ class EventStream:
         self._finished = False  # the last body message is out
         self._last_sent = 0.0  # loop time at the begin of the last write, seconds
         self._spoken = False  # a frame is out
-        self._sending = False  # the pump is in a write
+        self._sending = False  # a write waits for its reader
         self._comment: asyncio.Future[None] | None = None  # pending while a comment is written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,8 +153,11 @@ class EventStream:
         try:
             async with aclosing(self._frames):
                 async for frames in self._frames:
-                    if frames:
-                        await self._send(send, frames[0] if len(frames) == 1 else b"".join(frames))
+                    if self._comment is not None:
+                        await asyncio.shield(self._comment)
+                    self._spoken = True
+                    data = frames[0] if len(frames) == 1 else b"".join(frames)
+                    await self._write(send, data, more=True)
         except _ClientLeftError:
             self._ended("client_left")
         except ClientError as failure:
@@ -165,7 +168,7 @@ class EventStream:
             logger.exception("a stream broke after its headers")
             await self._fail_with(ServerError("internal error"), scope, receive, send)
         else:
-            await self._send(send, b"", more=False)
+            await self._end_with(send, b"")
 
     async def _fail_with(
         self, failure: ClientError, scope: Scope, receive: Receive, send: Send
@@ -174,7 +177,7 @@ class EventStream:
             return
         self._ended(failure.code)
         if self._committed:
-            await self._send(send, b"".join(self._fail(failure)), more=False)
+            await self._end_with(send, b"".join(self._fail(failure)))
         else:
             self._committed = self._finished = True
             await self._refuse(failure)(scope, receive, send)
@@ -193,17 +196,15 @@ class EventStream:
             self._comment.set_result(None)
             self._comment = None
 
-    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+    async def _end_with(self, send: Send, data: bytes) -> None:
+        """Send the last message, after a comment that is being written."""
         if self._comment is not None:
             await asyncio.shield(self._comment)
-        self._sending = self._spoken = True
-        try:
-            await self._write(send, data, more=more)
-        finally:
-            self._sending = False
+        await self._write(send, data, more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         self._last_sent = self._loop.time()
+        self._sending = True
         try:
             if not self._committed:
                 self._committed = True
@@ -212,6 +213,8 @@ class EventStream:
             await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
         except OSError as error:
             raise _ClientLeftError from error
+        finally:
+            self._sending = False
 
 
 def _told(_: str) -> None:

@@ -144,12 +144,14 @@ class Completion:
         reason: Finish = "stop" if self._stops.met else finish
         return [*self._send(self._stops.close(), reason), *([_DONE] if self.stream else [])]
 
-    def fail(self, message: str) -> list[bytes]:
+    def fail(
+        self, message: str, *, code: str = "internal_error", status: int = 500
+    ) -> list[bytes]:
         """End the reply in an error; see ``Exchange.fail``."""
         self._ended = True
         if not self.stream:
             return []
-        error = ClientError(message, status=500, code="internal_error")
+        error = ClientError(message, status=status, code=code)
         return [b"data: " + error_body("chat", error) + b"\n\n", _DONE]
 
     def body(self) -> bytes:

@@ -107,6 +107,10 @@ class Vocabulary:
         """Return an id's text in the parser's alphabet; None where it is not whole characters."""
         return self._texts[token_id] if 0 <= token_id < len(self._texts) else None
 
+    def text(self, token_ids: Iterable[int]) -> str:
+        """Return the text of ids of which each is whole characters, or not known at all."""
+        return "".join([self.text_of(token_id) or "" for token_id in token_ids])
+
     def special(self, spelling: str) -> int:
         """Return the id of a special token.
 

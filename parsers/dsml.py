@@ -70,6 +70,11 @@ class DsmlParser:
         """Whether it stands outside of markup."""
         return self._state == self._outside
 
+    @property
+    def in_value(self) -> bool:
+        """Whether it stands in the value of a parameter and holds nothing back."""
+        return not self._buffer and self._state == self._value
+
     def skip(self) -> None:
         """Note that ordinary text went by unseen: it ends a run of backticks."""
         self._ticks = 0

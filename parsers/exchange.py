@@ -26,6 +26,9 @@ from parsers.values import Constraint, Sampling
 if TYPE_CHECKING:
     from parsers.wire import TokenLogprob, Wire
 
+GATHER = 64
+"""Tokens of a whole reply that are worked on at once; a policy's error is seen so much later."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -128,6 +131,13 @@ class Exchange:
         self._received = 0
         self._completion_tokens: int | None = None
         self._forced = forced
+        # Nobody sees a whole reply grow, and nothing in it but a policy's error can end it early:
+        # its steps are gathered, so that each costs an append. Not for JSON without a gate, which
+        # the codec writes differently in every split.
+        split_shows = pipeline is None and constraint is not None
+        self._gathers = not (stream or stepwise or forced or split_shows)
+        self._gathered: list[int] = []
+        self._gathered_logprobs: list[TokenLogprob] = []
         self._output: list[int] = []  # kept while a call may still have to be opened
         self._late: list[bytes] = []  # frames made between two calls of the driver
         self._reasoning = reasoning
@@ -179,12 +189,25 @@ class Exchange:
             self._output += token_ids
         if self.sampling.top_logprobs is None:
             logprobs = None  # the codec writes what it is given, asked for or not
+        if self._gathers:
+            self._gathered += token_ids
+            self._gathered_logprobs += logprobs or ()
+            return self._release() if len(self._gathered) >= GATHER else []
+        if len(token_ids) == 1 and not self._late:
+            self._received += 1
+            return self._push(token_ids, logprobs)
         frames, self._late = self._late, []
         if self._stepwise and len(token_ids) > 1:
             for i in range(len(token_ids)):
                 frames += self._receive(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
             return frames
         return frames + self._receive(token_ids, logprobs)
+
+    def _release(self) -> list[bytes]:
+        """Work on what was gathered."""
+        token_ids, logprobs = self._gathered, self._gathered_logprobs
+        self._gathered, self._gathered_logprobs = [], []
+        return self._receive(token_ids, logprobs or None)
 
     def _receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
@@ -241,6 +264,8 @@ class Exchange:
             reply.
         """
         self._ended = True
+        if self._gathered:
+            self._release()
         late, self._late = self._late, []
         if self._failed:
             return late
@@ -264,16 +289,21 @@ class Exchange:
         if self._reasoning is not None and self._wire.call_ids:
             self._reasoning.put(self._wire.call_ids, self._wire.reasoning())
 
-    def fail(self, message: str) -> list[bytes]:
+    def fail(
+        self, message: str, *, code: str = "internal_error", status: int = 500
+    ) -> list[bytes]:
         """End the reply with the protocol's own error; never a finish reason.
 
         Args:
             message: what failed, fit to be shown to the client.
+            code: machine-readable reason, such as ``step_timeout``.
+            status: the HTTP status it would have had before the headers; some protocols derive the
+                error's type from it.
 
         Returns:
             The error frame and the end of the stream; none for a whole reply.
         """
-        return self._end_in(ClientError(message, status=500, code="internal_error"))
+        return self._end_in(ClientError(message, status=status, code=code))
 
     def body(self) -> bytes:
         """Return the whole reply; only after ``close`` and only without a stream.

@@ -84,10 +84,11 @@ class ChatFrames:
 
     def frames(self, chunks: list[str]) -> list[bytes]:
         """Frame the JSON of chunks."""
-        if self.closed:
-            return []
-        if self._index is not None:
-            chunks = [c.replace('"choices":[{"index":0,', self._index, 1) for c in chunks]
+        if self._tally is not None:
+            if self._tally.failed:
+                return []
+            if self._index is not None:
+                chunks = [c.replace('"choices":[{"index":0,', self._index, 1) for c in chunks]
         return [f"data: {chunk}\n\n".encode() for chunk in chunks]
 
     def seal(self, chunks: list[str], count: int | None, extension: dict[str, Any] | None) -> None:

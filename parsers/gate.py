@@ -114,6 +114,14 @@ class ToolGate:
         """Whether a call was delivered or may still turn out to have been made."""
         return self._doubted is not None or self.report.calls > 0
 
+    @property
+    def flow(self) -> Callable[[str], str] | None:
+        """What takes the text of a string that streams, past the parser; None where none does."""
+        call = self._call
+        if call is None or self._doubted is not None or not call.flowing:
+            return None
+        return call.flow
+
     def handle(self, event: Event) -> None:
         """Decide one event."""
         if self._answer is not None and not isinstance(event, Text):

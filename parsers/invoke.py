@@ -16,13 +16,15 @@ from typing import Literal
 
 from parsers.dialects import quote, spell
 from parsers.events import ParamOpened
-from parsers.jsontext import escape, held_bar, hide_bars, is_strict, members, mend_surrogates
+from parsers.jsontext import escape, escape_token, held_bar, hide_bars, is_strict, members, mend_surrogates
 from parsers.policy import Action, GatePolicy, Hold
 from parsers.report import LONGEST_RAW, Repaired
 from parsers.sink import Sink
 from parsers.toolset import ToolSet, fits
 
 Finish = Literal["stop", "length"]
+LONGEST_TOKEN = 16
+"""Characters up to which a text is likely one token's, so that it will come again."""
 
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 
@@ -115,6 +117,23 @@ class Invoke:
             self._write(escape(text[:end]))
         elif self._mode == "hold":
             self._pieces.append(raw)
+
+    @property
+    def flowing(self) -> bool:
+        """Whether a string streams and nothing of it is held back: `flow` may take what comes."""
+        return self._mode == "stream" and not self._tail and not self._holding
+
+    def flow(self, raw: str) -> str:
+        """Continue a string with text that holds no beginning of a marker: `add`, without the sink.
+
+        Returns:
+            What is to be written.
+        """
+        self.keep(raw)
+        text = escape_token(raw) if len(raw) <= LONGEST_TOKEN else escape(raw)
+        if self._checked is not None:
+            self._checked.append(text)
+        return text
 
     def close_parameter(self) -> None:
         """End the parameter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json  # noqa: TID251 -- repeated keys and positions of members; nothing is encoded with it
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -131,6 +132,12 @@ def _depth(text: str) -> int:
 def escape(text: str) -> str:
     """Return the inside of a JSON string in which no marker shows."""
     return hide_bars(orjson.dumps(text).decode()[1:-1])
+
+
+@lru_cache(8192)
+def escape_token(text: str) -> str:
+    """Return what `escape` does, remembered: tokens come again and again."""
+    return escape(text)
 
 
 def hide_bars(text: str) -> str:

@@ -1,7 +1,8 @@
 """From token ids to wire chunks past the gate: detokenize, parse, judge, stitch.
 
-Knows the order of the four; each knows its own part. Ordinary text takes a short cut: as long as
-nothing is held and no id can begin a marker, ids go to the codec as they are.
+Knows the order of the four; each knows its own part. Where nothing is held and no id can begin a
+marker there are two short cuts: ordinary text goes to the codec as the ids it is, and the text of a
+string that streams goes there escaped, both past the parser and the queue.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Pipeline:
         reasoning: the output starts inside the reasoning.
         forced: the prompt has opened the block of calls.
         wanted: the JSON that an answer without calls is to be.
+
+    Attributes:
+        error: the error that the reply has to end in.
+        satisfied: whether no further output is wanted.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class Pipeline:
         forced: bool,
         wanted: ReplyFormat | None,
     ) -> None:
+        self.error: ReplyError | None = None
+        self.satisfied = False
         self._wire = wire
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary)
@@ -68,16 +75,6 @@ class Pipeline:
         return self.gate.report
 
     @property
-    def error(self) -> ReplyError | None:
-        """The error that the reply has to end in."""
-        return self.gate.error
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether no further output is wanted."""
-        return self.gate.satisfied
-
-    @property
     def called(self) -> bool:
         """Whether the model has called, or may have."""
         return self.gate.called or not self._parser.outside
@@ -87,16 +84,16 @@ class Pipeline:
     ) -> list[str]:
         """Take generated ids (no stop token among them); return the chunks' JSON."""
         gate, parser, stitch = self.gate, self._parser, self._stitch
-        if (
-            self._vocabulary.watched.isdisjoint(token_ids)
-            and parser.idle
-            and stitch.empty
-            and gate.open
-        ):
-            parser.skip()
-            if not gate.spoke and not gate.reasoning:
-                gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
-            return self._wire.tokens(token_ids, logprobs)
+        if stitch.empty and self._vocabulary.watched.isdisjoint(token_ids):
+            if parser.in_value:
+                if (flow := gate.flow) is not None:
+                    text = flow(self._vocabulary.text(token_ids))
+                    return self._wire.text(text) if text else []
+            elif parser.idle and gate.open:
+                parser.skip()
+                if not gate.spoke and not gate.reasoning:
+                    gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
+                return self._wire.tokens(token_ids, logprobs)
         text = ""
         for token_id, logprob in zip(token_ids, logprobs or repeat(None), strict=False):
             piece = self._detokenizer.push(token_id)
@@ -104,6 +101,7 @@ class Pipeline:
             text += piece
         for event in parser.feed(text):
             gate.handle(event)
+        self.error, self.satisfied = gate.error, gate.satisfied
         return stitch.flush()
 
     def close(self, finish: Finish) -> list[str]:
@@ -112,4 +110,5 @@ class Pipeline:
         Half a character at the end stays in the queue: the codec would drop it as well.
         """
         self.gate.close(self._parser.close(), finish)
+        self.error, self.satisfied = self.gate.error, self.gate.satisfied
         return self._stitch.flush()

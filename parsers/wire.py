@@ -51,6 +51,7 @@ class Wire:
 
     Attributes:
         call_ids: ids of the calls written so far; kept along with the reasoning.
+        finished: whether the codec has written its last chunk (a stop sequence ends a reply early).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Wire:
         thinking: bool,
     ) -> None:
         self.call_ids: list[str] = []
+        self.finished: bool = False
         self._edits = edits
         self._keeps = thinking
         self._thought: list[int] | None = [] if thinking else None
@@ -79,11 +81,8 @@ class Wire:
         self._model = model
         self._whole = whole
         self._sum: Any = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the codec has written its last chunk (a stop sequence ends a reply early)."""
-        return bool(self._processor.finished)
+        self._think_end = vocabulary.special(THINK_END_TEXT)
+        self._mark = vocabulary.special(MARK_TEXT)
 
     def ready(self, prompt_tokens: int, cached_tokens: int) -> list[str]:
         """Open the reply; returns the JSON of its first chunk."""
@@ -102,6 +101,8 @@ class Wire:
         """
         if self._thought is not None:
             self._keep(token_ids)
+        if len(token_ids) == 1:
+            return self._push(self._chunks.chunk.tokens(token_ids, logprobs))
         return self._tokens(token_ids, logprobs)
 
     def _tokens(
@@ -123,13 +124,15 @@ class Wire:
         out = self._push(self._chunks.chunk.text(text, count))
         if self._keeps and not self._whole:
             for chunk in out:
-                self.call_ids += (i for i in _CALL_ID.findall(chunk) if i not in self.call_ids)
+                if "call_" in chunk:
+                    self.call_ids += (i for i in _CALL_ID.findall(chunk) if i not in self.call_ids)
         return out
 
     def finish(self, finish: Finish) -> list[str]:
         """Push the finish reason and flush; returns the last chunks."""
         out = self._push(self._chunks.chunk.finish(self._chunks.finish[finish]))
         out += self._render(self._processor.finish())
+        self.finished = self._processor.finished
         if self._keeps and self._whole:
             self.call_ids = list(dict.fromkeys(_CALL_ID.findall(str(self._sum.to_json()))))
         return out
@@ -152,13 +155,13 @@ class Wire:
     def _keep(self, token_ids: Sequence[int]) -> None:
         """Keep ids of the reasoning up to its end, or to the call that ends it."""
         assert self._thought is not None
-        ends = {self._vocabulary.special(text) for text in (THINK_END_TEXT, MARK_TEXT)}
-        if ends.isdisjoint(token_ids):
+        if self._think_end not in token_ids and self._mark not in token_ids:
             self._thought += token_ids
             return
+        ends = (self._think_end, self._mark)
         end = next(i for i, id_ in enumerate(token_ids) if id_ in ends)
         self._reasoning_ids = [*self._thought, *token_ids[:end]]
-        if token_ids[end] == self._vocabulary.special(MARK_TEXT):
+        if token_ids[end] == self._mark:
             text = self._vocabulary.text_of(self._reasoning_ids[-1]) if self._reasoning_ids else ""
             if text is not None and text.endswith("<"):
                 self._reasoning_ids.pop()
@@ -169,14 +172,14 @@ class Wire:
             chunks = self._processor.push(chunk)
         except RuntimeError as error:
             raise CodecError(f"the codec refused a {chunk.kind} chunk: {error}") from error
+        self.finished = self._processor.finished
         return self._render(chunks) if chunks else []
 
     def _render(self, chunks: list[Any]) -> list[str]:
         if not self._whole:
-            written = [chunk.to_json() for chunk in chunks]
-            if self._edits is not None:
-                written = [made for chunk in written for made in self._edits.chunk(chunk)]
-            return written
+            if self._edits is None:
+                return [chunk.to_json() for chunk in chunks]
+            return [made for chunk in chunks for made in self._edits.chunk(chunk.to_json())]
         for chunk in chunks:
             if self._sum is None:
                 # The codec stamps chunks with its own clock and takes the sum's from the caller:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,8 +68,7 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
     logprobs = None
     if all(delta.logprobs is not None for delta in deltas if delta.token_ids):
         logprobs = tuple(one for delta in deltas for one in delta.logprobs or ())
-    return replace(
-        last,
+    return last._replace(
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=logprobs,
         usage=next((d.usage for d in reversed(deltas) if d.usage is not None), None),

@@ -147,8 +147,14 @@ class _Live:
     """A generation in progress."""
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()  # set by abort and by stop
-        self.error: str | None = None  # set by stop: what the last delta says
+        self.over = False
+        self.ended = asyncio.Event()  # the same, to be waited for
+        self.error: str | None = None  # what the last delta says
+
+    def end(self, error: str | None = None) -> None:
+        """Play no further; with an error, say so."""
+        self.over, self.error = True, error
+        self.ended.set()
 
 
 class ScriptedBackend:
@@ -192,8 +198,7 @@ class ScriptedBackend:
         """End every open generation with FinishReason.ERROR."""
         self._alive = False
         for live in self._live.values():
-            live.error = "the backend was stopped"
-            live.ended.set()
+            live.end("the backend was stopped")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Play the line that the request names, or the next one.
@@ -209,28 +214,31 @@ class ScriptedBackend:
         finish = FinishReason(line.finish)
         if len(token_ids) > request.sampling.max_tokens:
             token_ids, finish = token_ids[: request.sampling.max_tokens], FinishReason.LENGTH
+        request_id, top, size = request.id, request.sampling.top_logprobs, line.tokens_per_step
         usage = Usage(len(request.prompt_ids), len(token_ids))
-        live = self._live[request.id] = _Live()
+        live = self._live[request_id] = _Live()
         self._prompt_tokens += len(request.prompt_ids)
         pause = line.delay_ms / 1000
+        # where the last step begins, if it is one that ends well
+        last = len(token_ids) if finish is FinishReason.ERROR else len(token_ids) - size
         try:
-            for start in range(0, len(token_ids), line.tokens_per_step):
+            for start in range(0, len(token_ids), size):
                 if pause:
                     await _set_within(live.ended, pause)
                 else:
                     await asyncio.sleep(0)  # others get their turn
-                if live.ended.is_set():
+                if live.over:
                     break
-                step = token_ids[start : start + line.tokens_per_step]
+                step = token_ids[start : start + size]
                 self._steps += 1
                 self._completion_tokens += len(step)
-                logprobs = _certain(step, request.sampling.top_logprobs)
-                if start + len(step) < len(token_ids) or finish is FinishReason.ERROR:
-                    yield TokenDelta(request.id, step, logprobs)
+                logprobs = None if top is None else _certain(step, top)
+                if start < last:
+                    yield TokenDelta(request_id, step, logprobs)
                 else:
-                    yield TokenDelta(request.id, step, logprobs, finish, usage)
+                    yield TokenDelta(request_id, step, logprobs, finish, usage)
                     return
-            if live.ended.is_set():
+            if live.over:
                 error = live.error
             elif finish is FinishReason.ERROR:
                 error = f"the script fails here ({_described(line, index)})"
@@ -246,7 +254,7 @@ class ScriptedBackend:
         """End a generation without a further delta; harmless for an id that does not live."""
         live = self._live.get(request_id)
         if live is not None:
-            live.ended.set()
+            live.end()
 
     def stats(self) -> EngineStats:
         """Count; a script has no blocks."""
@@ -314,10 +322,8 @@ def _described(line: Line, index: int) -> str:
     return f"reply {index + 1}" if line.name is None else f"reply {line.name!r}"
 
 
-def _certain(token_ids: tuple[int, ...], top: int | None) -> tuple[TokenLogprob, ...] | None:
+def _certain(token_ids: tuple[int, ...], top: int) -> tuple[TokenLogprob, ...]:
     """Give each token probability 1 and no rival: a script knows what it says."""
-    if top is None:
-        return None
     return tuple(TokenLogprob(0.0, ((token_id, 0.0),) if top else ()) for token_id in token_ids)
 
 
