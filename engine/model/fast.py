@@ -106,7 +106,7 @@ class FastModel:
         self.dtype = dtype
         self.ops = kernels
         self.round_trips = round_trips
-        self._weights = weights
+        self.weights = weights
         self._device = device = weights.embed.device
         self._scale = config.head_dim**-0.5
         plain, compressed = frequencies(config, device)
@@ -161,7 +161,7 @@ class FastModel:
 
     def _layers(self, rows: Rows, pool: KVPool) -> Iterator[Flow]:
         """Run the layers one by one; the pass's memory is complete after the last."""
-        c, w = self.config, self._weights
+        c, w = self.config, self.weights
         state = Pass(rows, pool)
         streams = F.embedding(rows.ids, w.embed).to(self.dtype)
         streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
@@ -218,7 +218,7 @@ class FastModel:
         )
 
     def _logits(self, flow: Flow, wanted: Tensor | None) -> Tensor:
-        w, c = self._weights, self.config
+        w, c = self.weights, self.config
         streams, parts, site = flow.streams, flow.parts, flow.site
         post, comb, pre = site.post, site.comb, site.pre
         if wanted is not None:

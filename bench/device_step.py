@@ -1,0 +1,301 @@
+"""What one pass costs on the GPU: decode steps by batch and context, prompts by length.
+
+    python -m bench.device_step --geometry v4-flash-8l --mode fused --batch 1,4,16,64
+    python -m bench.device_step --geometry v41-8l --mode eager,graph,fused --profile
+
+Modes are the engine's own: `eager` runs the torch twins launch by launch, `graph` the same
+operations captured in a CUDA graph, `fused` the Triton kernels in a graph. Weights are drawn from a
+seed, prompts are random ids, every sequence has its own. The device alone is timed here (CUDA
+events around graph replays; around whole prompts); bench.engine measures what a client sees.
+
+Rows: bench "step": ms_step over replays; `bound_ms` is the time to read each weight once (those of
+the experts that were touched) and the KV at 4.43 TB/s, `bound_share` bound_ms / ms_step.
+bench "prompt": ttft_ms of a prompt processed in chunks, up to its logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.geometries import geometry
+from bench.rows import make_rows, spread, write_rows
+from engine.device.kvpool import KVPool
+from engine.device.rows import build_rows
+from engine.kernels.ops import Implementation
+from engine.kernels.rows import Rows
+from engine.model.fast import random_fast_model
+from engine.plan.step import Chunk
+
+READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
+BLOCK = 256
+KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
+
+
+class Bench:
+    """A model with room for `sequences` of `context` tokens.
+
+    Args:
+        name: of the geometry.
+        mode: eager, graph or fused.
+        sequences: most at once.
+        context: most tokens of one.
+    """
+
+    def __init__(self, name: str, mode: str, sequences: int, context: int, tokens: int) -> None:
+        self.mode = mode
+        self.config = geometry(name)
+        self.model = random_fast_model(
+            self.config, kernels=KERNELS[mode], device="cuda", max_model_len=context
+        )
+        blocks = sequences + -(-tokens // BLOCK) + 1
+        self.pool = KVPool(
+            self.config,
+            num_blocks=blocks,
+            block_size=BLOCK,
+            num_slots=sequences + 1,
+            device="cuda",
+            dtype=torch.bfloat16,
+            ring_history=True,
+        )
+        # What a sequence's past would have left: any finite values will do for timing.
+        for tensor in (*self.pool.window, *self.pool.entries.values()):
+            tensor.normal_()
+        for tensor in self.pool.index_keys.values():
+            tensor.normal_()
+        for tensor in (*self.pool.state.values(), *self.pool.index_state.values()):
+            tensor.normal_()
+        self.pool.history.random_(0, 1000)
+
+    def rows(self, batch: int, context: int) -> Rows:
+        """Decode rows of sequences that have `context` tokens each."""
+        per = -(-(context + 1024) // BLOCK)
+        chunks = [
+            Chunk(
+                request_id=str(i),
+                slot=i + 1,
+                start=context + 3 * i % 128,
+                token_ids=(17 * i + 11,),
+                block_ids=tuple(
+                    (1 + i * per + j) % (self.pool.num_blocks - 1) + 1 for j in range(per)
+                ),
+                wants_logits=True,
+            )
+            for i in range(batch)
+        ]
+        rows, _ = build_rows(chunks, block_size=BLOCK, device="cuda")
+        limit = per * BLOCK
+        return dataclasses.replace(rows, max_end=limit)
+
+    def time_steps(self, rows: Rows, repeats: int, steps: int) -> tuple[list[float], int]:
+        """Milliseconds of a step, one figure per repeat, and the kernels of one step."""
+        ids = torch.zeros_like(rows.ids)
+
+        def step() -> None:
+            logits = self.model.decode(rows, self.pool)
+            ids.copy_(logits.argmax(-1))
+            rows.ids.copy_(ids)
+            rows.positions.add_(1)
+            rows.starts.add_(1)
+
+        run = step
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.synchronize()
+        if self.mode != "eager":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            run = graph.replay
+        start = rows.positions.clone()
+        found = []
+        for repeat in range(repeats + 2):
+            rows.positions.copy_(start)
+            rows.starts.copy_(start)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(steps):
+                run()
+            end.record()
+            torch.cuda.synchronize()
+            if repeat >= 2:
+                found.append(begin.elapsed_time(end) / steps)
+        return found, self._count_kernels(run)
+
+    def _count_kernels(self, run: Any) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            run()
+            torch.cuda.synchronize()
+        self.trace = trace
+        return sum(event.count for event in trace.key_averages())
+
+    def experts_touched(self, rows: Rows) -> list[int]:
+        """Distinct experts each layer reads in one step."""
+        touched: list[Tensor] = []
+        route = self.model.ops.route
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            routing = route(*args, **kwargs)
+            touched.append(routing.experts.flatten())
+            return routing
+
+        plain = self.model.ops
+        self.model.ops = dataclasses.replace(plain, route=spy)
+        self.model.decode(rows, self.pool)
+        self.model.ops = plain
+        return [int((t[t >= 0]).unique().numel()) for t in touched]
+
+    def bound_ms(self, batch: int, context: int, touched: list[int]) -> float:
+        """Time to read what a step must read, each byte once."""
+        c, weights = self.config, self.model.weights
+        routed = sum(m.w13.nbytes + m.w2.nbytes for m in (layer.moe for layer in weights.layers))
+        per_expert = routed / (c.num_hidden_layers * c.n_routed_experts)
+        tables = sum(
+            layer.engram.table.weight.nbytes
+            + (0 if layer.engram.table.scale is None else layer.engram.table.scale.nbytes)
+            for layer in weights.layers
+            if layer.engram
+        )
+        ids = sum(
+            0 if m.tid2eid is None else m.tid2eid.nbytes
+            for m in (layer.moe for layer in weights.layers)
+        )
+        fixed = weights.nbytes - routed - tables - ids - weights.embed.nbytes
+        kv = 0
+        for layer in c.layers:
+            kv += min(context, c.sliding_window)
+            if layer.ratio:
+                visible = context // layer.ratio
+                kv += visible if layer.index_source is None else min(visible, c.index_topk)
+        nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
+        return nbytes / READ_BANDWIDTH * 1e3
+
+    def time_prompt(self, length: int, chunk: int, repeats: int) -> list[float]:
+        """Milliseconds from the first launch to the logits of a prompt's last token."""
+        found = []
+        per = -(-length // BLOCK)
+        ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
+        for repeat in range(repeats + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for first in range(0, length, chunk):
+                end = min(first + chunk, length)
+                piece = Chunk(
+                    "p", 1, first, tuple(ids[first:end]), tuple(range(1, per + 1)), end == length
+                )
+                rows, wanted = build_rows([piece], block_size=BLOCK, device="cuda")
+                *_, logits = self.model.prefill(rows, self.pool, wanted)
+            logits.argmax(-1).cpu()
+            if repeat >= 1:
+                found.append((time.perf_counter() - begin) * 1e3)
+        return found
+
+
+def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one run."""
+    batches = [int(b) for b in args.batch.split(",") if b]
+    contexts = [int(n) for n in args.context.split(",") if n]
+    prompts = [int(n) for n in args.prompt.split(",") if n]
+    context = max([*contexts, *prompts, 256]) + 2048
+    tokens = max([context, *(b * (n + 2048) for b in batches for n in contexts)])
+    for mode in args.mode.split(","):
+        begin = time.perf_counter()
+        bench = Bench(
+            args.geometry, mode, max([*batches, 1]), context, min(tokens, args.max_tokens)
+        )
+        torch.cuda.synchronize()
+        common = {"geometry": args.geometry, "mode": mode}
+        print(
+            f"# {args.geometry} {mode}: {torch.cuda.memory_allocated() / 1e9:.1f} GB, weights drawn in {time.perf_counter() - begin:.1f} s",
+            flush=True,
+        )
+        for length in prompts:
+            begin = time.perf_counter()
+            times = bench.time_prompt(length, args.chunk, args.repeats)
+            row = {
+                "bench": "prompt",
+                **common,
+                "batch": 1,
+                "prompt_tokens": length,
+                "chunk": args.chunk,
+                "ttft_ms": spread(times),
+            }
+            print(
+                f"{mode} prompt {length}: {row['ttft_ms']} ({time.perf_counter() - begin:.1f} s)",
+                flush=True,
+            )
+            yield row
+        for n in contexts:
+            for batch in batches:
+                begin = time.perf_counter()
+                rows = bench.rows(batch, n)
+                touched = bench.experts_touched(rows)
+                times, kernels = bench.time_steps(rows, args.repeats, args.steps)
+                bound = bench.bound_ms(batch, n, touched)
+                found = spread(times, 4)
+                row = {
+                    "bench": "step",
+                    **common,
+                    "batch": batch,
+                    "prompt_tokens": n,
+                    "ms_step": found,
+                    "tok_s": round(batch * 1e3 / found["median"], 1),
+                    "kernels": kernels,
+                    "experts_touched": touched,
+                    "bound_ms": round(bound, 4),
+                    "bound_share": round(bound / found["median"], 3),
+                }
+                print(
+                    f"{mode} step batch {batch} context {n}: {found['median']} ms (p10 {found['p10']}, p90 {found['p90']}), bound {bound:.3f} ms = {row['bound_share']}, {kernels} kernels, experts {touched} ({time.perf_counter() - begin:.1f} s)",
+                    flush=True,
+                )
+                if args.profile:
+                    print(
+                        bench.trace.key_averages().table(
+                            sort_by="cuda_time_total",
+                            row_limit=args.profile,
+                            max_name_column_width=60,
+                        ),
+                        flush=True,
+                    )
+                yield row
+        del bench
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--geometry", default="v4-flash-8l")
+    parser.add_argument("--mode", default="fused", help="comma-separated: eager, graph, fused")
+    parser.add_argument("--batch", default="1,4,16,64")
+    parser.add_argument("--context", default="256")
+    parser.add_argument("--prompt", default="")
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--max-tokens", type=int, default=1 << 21, help="tokens the KV pool has room for"
+    )
+    parser.add_argument("--profile", type=int, default=0, help="kernels of one step to list")
+    parser.add_argument(
+        "--out", default="", help="file of rows under bench/results, none by default"
+    )
+    args = parser.parse_args()
+    rows = list(figures(args))
+    if args.out:
+        write_rows(args.out, make_rows("bench.device_step", "cuda", rows))
+
+
+if __name__ == "__main__":
+    torch.inference_mode()(main)()
