@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.places import completes, entry_places, norm, rotate
-from engine.kernels.roundtrip import Form, round_trip
+from engine.kernels.places import completes, entry_places, norm
+from engine.kernels.rope import rotate_device, rotate_torch
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device
 from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import cast, tl, triton
 
 # ---------------------------------------------------------------- torch
 
@@ -79,7 +81,7 @@ def compress_torch(
         pooled = torch.where(real[:, None], pooled, 0)
     latent = norm(pooled.to(pool.dtype), norm_w, eps)
     entry = rows.positions[at] // ratio
-    stored = round_trip(rotate(latent, rope, entry * ratio), form, 2 * rope.shape[2])
+    stored = round_trip(rotate_torch(latent, rope, entry * ratio), form, 2 * rope.shape[2])
     # What is not real goes to the dummy block, whose content is nobody's.
     places = torch.where(real, entry_places(rows, rows.seq[at], entry, ratio), 0)
     pool.view(-1, dim).index_copy_(0, places, torch.where(real[:, None], stored, 0))
@@ -149,3 +151,202 @@ def _pooled(
     absent[absent.shape[0] // 2 :] = -torch.inf  # before the sequence: no weight, no value
     values = torch.where((wanted >= 0)[..., None], values, absent)
     return reference.pool_entries(values, overlap)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def pooled_device(
+    proj, proj_stride, ape, state, slot, start, own_first, position,
+    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    HAS_APE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Pool the group whose last row is at `position`: float32 [D].
+
+    The softmax is taken online over chunks of members, of which HCA has 128.
+    """
+    MEMBERS: tl.constexpr = RATIO * 2 if OVERLAP else RATIO
+    WIDTH: tl.constexpr = 2 * D if OVERLAP else D
+    column = tl.arange(0, D)[None, :]
+    best = tl.full((D,), float("-inf"), tl.float32)
+    weight = tl.zeros((D,), tl.float32)
+    total = tl.zeros((D,), tl.float32)
+    for chunk in range(0, MEMBERS, CHUNK):
+        member = chunk + tl.arange(0, CHUNK)
+        wanted = position - (MEMBERS - 1) + member
+        own, carried = wanted >= start, (wanted < start) & (wanted >= 0)
+        at = column + tl.where(member >= RATIO, D, 0)[:, None]
+        if not OVERLAP:
+            at = column + tl.zeros((CHUNK, 1), tl.int32)
+        here = (own_first + wanted).to(tl.int64)[:, None] * proj_stride + at
+        there = (slot.to(tl.int64) * RING + wanted % RING)[:, None] * (2 * WIDTH) + at
+        gate = tl.load(proj + here + WIDTH, mask=own[:, None], other=float("-inf")).to(tl.float32)
+        if HAS_APE:
+            bias = (wanted % RATIO)[:, None] * WIDTH + at
+            gate += tl.load(ape + bias, mask=own[:, None], other=0.0)
+        old = tl.load(state + there + WIDTH, mask=carried[:, None], other=float("-inf"))
+        score = tl.where(own[:, None], gate, old)
+        kv = tl.load(proj + here, mask=own[:, None], other=0.0).to(tl.float32)
+        kv += tl.load(state + there, mask=carried[:, None], other=0.0)
+        # The group's own last row is always there, but not in the first chunk: 0 until one is.
+        higher = tl.maximum(best, tl.max(score, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp(best - base)
+        share = tl.exp(score - base[None, :])
+        weight = weight * fade + tl.sum(share, 0)
+        total = total * fade + tl.sum(share * kv, 0)
+        best = higher
+    return total / weight
+
+
+@triton.jit
+def store_row_device(
+    proj, proj_stride, ape, state, slot, row, position,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, HAS_APE: tl.constexpr,
+):  # fmt: skip
+    """Keep one projected row in the state ring."""
+    column = tl.arange(0, WIDTH)
+    here = proj + row.to(tl.int64) * proj_stride + column
+    there = state + (slot.to(tl.int64) * RING + position % RING) * (2 * WIDTH) + column
+    kv, gate = tl.load(here).to(tl.float32), tl.load(here + WIDTH).to(tl.float32)
+    if HAS_APE:
+        gate += tl.load(ape + position % RATIO * WIDTH + column)
+    tl.store(there, kv)
+    tl.store(there + WIDTH, gate)
+
+
+@triton.jit
+def compress_device(
+    t, proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
+    norm_w, eps, rope, pool, latent,
+    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
+    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Everything a compressor does with row t of a pass."""
+    kind: tl.constexpr = pool.dtype.element_ty
+    WIDTH: tl.constexpr = 2 * D if OVERLAP else D
+    g = tl.load(seq + t)
+    position, slot = tl.load(positions + t), tl.load(slots + g)
+    column = tl.arange(0, D)
+    if (position + 1) % RATIO == 0:
+        if RATIO == 1:
+            pooled = tl.load(proj + t.to(tl.int64) * proj_stride + column).to(tl.float32)
+        else:
+            start = tl.load(starts + g)
+            own_first = tl.load(first + g) - start
+            pooled = pooled_device(
+                proj, proj_stride, ape, state, slot, start, own_first, position,
+                RATIO, OVERLAP, D, RING, HAS_APE, CHUNK,
+            )  # fmt: skip
+        x = cast(pooled, kind).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        x = cast(x * scale * tl.load(norm_w + column).to(tl.float32), kind)
+        if LATENT:
+            tl.store(latent + t.to(tl.int64) * D + column, x)
+        entry = position // RATIO
+        tile = tl.reshape(x.to(tl.float32), (1, D))
+        tile = rotate_device(tile, rope, tl.full((1,), 0, tl.int32) + entry * RATIO, PAIRS)
+        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS)
+        block = tl.load(tables + g * table_width + entry // PER_BLOCK).to(tl.int64)
+        tl.store(
+            pool + (block * PER_BLOCK + entry % PER_BLOCK) * D + column[None, :],
+            stored,
+        )
+    elif LATENT:
+        tl.store(latent + t.to(tl.int64) * D + column, tl.zeros((D,), kind))
+    if STORE:
+        store_row_device(
+            proj, proj_stride, ape, state, slot, t, position, RATIO, WIDTH, RING, HAS_APE
+        )
+
+
+@triton.jit
+def _compress(
+    proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
+    norm_w, eps, rope, pool, latent,
+    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
+    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program t: row t."""
+    compress_device(
+        tl.program_id(0), proj, proj_stride, ape, state, positions, seq, slots, starts, first,
+        tables, table_width, norm_w, eps, rope, pool, latent,
+        RATIO, OVERLAP, D, RING, PER_BLOCK, PAIRS, FORM, HAS_APE, LATENT, STORE, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_state(
+    proj, proj_stride, ape, state, slots, starts, first, lengths,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, HAS_APE: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g): ring row i of sequence g, if one of its last rows belongs there."""
+    i, g = tl.program_id(0), tl.program_id(1)
+    start, length = tl.load(starts + g), tl.load(lengths + g)
+    end = start + length
+    back = (end - 1 - i) % RING  # rows before the last one; end - 1 - i >= -RING
+    back = tl.where(back < 0, back + RING, back)
+    if back < length:
+        offset = length - 1 - back
+        store_row_device(
+            proj, proj_stride, ape, state, tl.load(slots + g), tl.load(first + g) + offset,
+            start + offset, RATIO, WIDTH, RING, HAS_APE,
+        )  # fmt: skip
+
+
+def compress_triton(
+    proj: Tensor,
+    ape: Tensor | None,
+    state: Tensor | None,
+    rows: Rows,
+    *,
+    ratio: int,
+    overlap: bool,
+    norm_w: Tensor,
+    eps: float,
+    rope: Tensor,
+    form: Form,
+    pool: Tensor,
+    want_latent: bool = False,
+    store: bool = True,
+) -> Tensor | None:
+    """Do as `compress_torch`; one launch for decode, two for longer chunks that store state."""
+    count, dim = proj.shape[0], pool.shape[-1]
+    latent = proj.new_empty((count, dim), dtype=pool.dtype) if want_latent else None
+    store = store and state is not None
+    # A later row of a chunk would overwrite what an earlier group still has to read.
+    fused = store and rows.is_decode
+    members = ratio * (2 if overlap else 1)
+    _compress[(count,)](
+        proj, proj.stride(0), ape, state, rows.positions, rows.seq, rows.slots, rows.starts,
+        rows.first, rows.tables, rows.tables.shape[1], norm_w, eps, rope, pool, latent,
+        RATIO=ratio, OVERLAP=overlap, D=dim, RING=1 if state is None else state.shape[1],
+        PER_BLOCK=rows.block_size // ratio, PAIRS=rope.shape[2], FORM=form,
+        HAS_APE=ape is not None, LATENT=want_latent, STORE=fused, CHUNK=min(members, 8),
+        num_warps=8 if members > 8 else 4,
+    )  # fmt: skip
+    if store and not fused:
+        assert state is not None
+        store_state_triton(proj, ape, state, rows, ratio=ratio)
+    return latent
+
+
+def store_state_triton(
+    proj: Tensor,
+    ape: Tensor | None,
+    state: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    lengths: Tensor | None = None,
+) -> None:
+    """Do as `store_state_torch`."""
+    ring = state.shape[1]
+    _store_state[(ring, rows.num_sequences)](
+        proj, proj.stride(0), ape, state, rows.slots, rows.starts, rows.first,
+        rows.lengths if lengths is None else lengths,
+        RATIO=ratio, WIDTH=state.shape[2] // 2, RING=ring, HAS_APE=ape is not None, num_warps=4,
+    )  # fmt: skip

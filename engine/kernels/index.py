@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
-from engine.kernels.places import completes, entry_places, norm, rotate
+from engine.kernels.places import completes, entry_places, norm
+from engine.kernels.rope import rotate_torch
 from engine.kernels.roundtrip import Form, round_trip
 from engine.kernels.rows import Rows
 
@@ -49,7 +50,7 @@ def index_keys_from_latent_torch(
     """
     key = torch.nn.functional.linear(latent, dequantise(wk, latent.dtype)).to(pool.dtype)
     entry = rows.positions // ratio
-    key = rotate(norm(key, norm_w, eps), rope, entry * ratio)
+    key = rotate_torch(norm(key, norm_w, eps), rope, entry * ratio)
     done = completes(rows, ratio)
     places = torch.where(done, entry_places(rows, rows.seq, entry, ratio), 0)
     stored = torch.where(done[:, None], round_trip(key, form), 0)
@@ -72,7 +73,7 @@ def index_queries_torch(
         [T, Hi, Di] in the same dtype.
     """
     q = q_raw.view(q_raw.shape[0], -1, head_dim)
-    return round_trip(rotate(q, rope, rows.positions), form)
+    return round_trip(rotate_torch(q, rope, rows.positions), form)
 
 
 def scores_torch(

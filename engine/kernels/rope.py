@@ -87,3 +87,20 @@ def turn_device(x, partner, cos, sin):
     """Rotate x given the other member of each pair, factors of turns_device; keeps x's dtype."""
     turned = x.to(tl.float32) * cos + partner.to(tl.float32) * sin
     return cast(turned, x.dtype)
+
+
+@triton.jit
+def rotate_device(x, rope, positions, R: tl.constexpr):
+    """Rotate a float32 tile [M, N] that is in registers, row m to positions [M]; float32 back.
+
+    N is a power of two, at least 2 * R.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, N // 2) - (N // 2 - R)
+    turned = (pair >= 0)[None, :]
+    at = positions.to(tl.int64)[:, None] * (2 * R) + pair[None, :]
+    cos = tl.load(rope + at, mask=turned, other=1.0)
+    sin = tl.load(rope + at + R, mask=turned, other=0.0)
+    even, odd = tl.split(tl.reshape(x, (M, N // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (M, N))
