@@ -3,18 +3,22 @@
 Everything that follows from positions, slots and blocks alone is worked out here, on the host,
 once per step, and shared by all layers. Rows of a step are the tokens of its chunks, one chunk
 after the other. Chunks of one token take the batched *decode* path, longer ones the *prefill* path.
+
+Late layers may process fewer rows (engine.plan.replay): `ForwardBatch.narrow` gives what is left of
+a batch from a stage on. A chunk loses rows at its front, or all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.plan.replay import Stage, Tail, stages
 from engine.plan.step import Chunk
 
 Ints = NDArray[np.int64]
@@ -30,6 +34,10 @@ class Span:
         start: position of the first row.
         slot: of its request.
         blocks: its request's block ids [number of blocks].
+        chunk: number of the chunk in the step.
+        is_single: whether the chunk had one row to begin with.
+        skipped: rows the chunk has lost at its front.
+        floor: lowest position that the rows' windows may reach; 0 where none reaches below it.
     """
 
     row: int
@@ -37,6 +45,10 @@ class Span:
     start: int
     slot: int
     blocks: Ints
+    chunk: int
+    is_single: bool
+    skipped: int = 0
+    floor: int = 0
 
     @property
     def end(self) -> int:
@@ -58,6 +70,8 @@ class DecodeRows:
         positions: int64 [B].
         spans: the chunks.
         is_whole: whether the step has no other rows, so that row b is b.
+        floors: int64 [B], lowest position each window may reach; None where none reaches below 0
+            or its floor.
     """
 
     rows: Tensor
@@ -65,6 +79,7 @@ class DecodeRows:
     positions: Tensor
     spans: tuple[Span, ...]
     is_whole: bool
+    floors: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,12 @@ class VisibleEntries:
     visible: Tensor
     counts: Tensor
     most: int
+
+    def select(self, rows: Tensor) -> VisibleEntries:
+        """Give those of some decode rows int64 [B']."""
+        parts = (self.places, self.visible, self.counts)
+        places, visible, counts = (part.index_select(0, rows) for part in parts)
+        return VisibleEntries(places, visible, counts, self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,53 +138,121 @@ class ForwardBatch:
         token_ids: int64 [T].
         positions: int64 [T].
         logit_rows: int64 [L], last rows of the chunks that want logits, in chunk order.
+        scored_rows: int64 [S], rows that score a prompt token, in chunk order.
         decode: the single-token chunks, None without any.
         prefill: the longer chunks.
+        stages: where late layers process fewer rows.
     """
 
     def __init__(
-        self, spans: tuple[Span, ...], host_ids: Ints, logit_rows: list[int], device: torch.device
+        self,
+        spans: tuple[Span, ...],
+        host_ids: Ints,
+        logit_rows: Ints,
+        scored_rows: Ints,
+        stages: tuple[Stage, ...],
+        device: torch.device,
     ) -> None:
         self.device = device
         self.spans = spans
+        self.stages = stages
         self.host_ids = host_ids  # int64 [T], for what is looked up on the host
-        self.host_positions = np.concatenate([np.arange(s.start, s.end) for s in spans])
+        self.host_positions = _join([np.arange(s.start, s.end) for s in spans])
         self.token_ids = self._tensor(host_ids)
         self.positions = self._tensor(self.host_positions)
-        self.logit_rows = self._tensor(np.array(logit_rows, dtype=np.int64))
-        self.prefill = tuple(span for span in spans if span.length > 1)
-        singles = tuple(span for span in spans if span.length == 1)
+        self._host_logit_rows, self._host_scored_rows = logit_rows, scored_rows
+        self.logit_rows = self._tensor(logit_rows)
+        self.scored_rows = self._tensor(scored_rows)
+        self.prefill = tuple(span for span in spans if not span.is_single)
+        singles = tuple(span for span in spans if span.is_single)
         self.decode: DecodeRows | None = None
         if singles:
+            floors = np.array([s.floor for s in singles])
             self.decode = DecodeRows(
                 rows=self._tensor(np.array([s.row for s in singles])),
                 slots=self._tensor(np.array([s.slot for s in singles])),
                 positions=self._tensor(np.array([s.start for s in singles])),
                 spans=singles,
                 is_whole=not self.prefill,
+                floors=self._tensor(floors) if floors.any() else None,
             )
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], device: torch.device | str = "cpu") -> ForwardBatch:
+    def build(
+        cls,
+        chunks: Sequence[Chunk],
+        device: torch.device | str = "cpu",
+        tail: Tail | None = None,
+    ) -> ForwardBatch:
         """Lay out chunks of distinct requests in batch order.
 
+        Args:
+            chunks: of the step.
+            device: of the tensors.
+            tail: of the model, None where it has none.
+
         Raises:
-            ValueError: there is no chunk, or one has no tokens.
+            ValueError: there is no chunk, one has no tokens, or one asks for a tail that does not
+                exist or that leaves out a row whose logits are wanted.
         """
         if not chunks or not all(chunk.token_ids for chunk in chunks):
             raise ValueError("expected at least one chunk and one token in each")
         spans: list[Span] = []
         logit_rows: list[int] = []
+        scored_rows: list[int] = []
         row = 0
-        for chunk in chunks:
-            blocks = np.array(chunk.block_ids, dtype=np.int64)
-            spans.append(Span(row, len(chunk.token_ids), chunk.start, chunk.slot, blocks))
-            row += len(chunk.token_ids)
+        for number, chunk in enumerate(chunks):
+            blocks, length = np.array(chunk.block_ids, dtype=np.int64), len(chunk.token_ids)
+            single = length == 1
+            spans.append(Span(row, length, chunk.start, chunk.slot, blocks, number, single))
+            first = row + chunk.scored_from - chunk.start
+            scored_rows += range(first, first + len(chunk.targets))
+            row += length
             if chunk.wants_logits:
                 logit_rows.append(row - 1)
         ids = [token for chunk in chunks for token in chunk.token_ids]
-        host_ids = np.array(ids, dtype=np.int64)
-        return cls(tuple(spans), host_ids, logit_rows, torch.device(device))
+        return cls(
+            tuple(spans),
+            np.array(ids, dtype=np.int64),
+            np.array(logit_rows, dtype=np.int64),
+            np.array(scored_rows, dtype=np.int64),
+            stages(tail, chunks),
+            torch.device(device),
+        )
+
+    def narrow(self, stage: Stage) -> tuple[ForwardBatch, Tensor]:
+        """Give the batch that the layers of a stage process, and its rows of this one int64 [T']."""
+        spans: list[Span] = []
+        kept: list[Ints] = []
+        row = 0
+        for span in self.spans:
+            first = stage.firsts[span.chunk]
+            length = span.end - first
+            if not length:
+                continue
+            lost = first - span.start
+            kept.append(np.arange(span.row + lost, span.row + span.length))
+            spans.append(
+                replace(
+                    span,
+                    row=row,
+                    length=length,
+                    start=first,
+                    skipped=span.skipped + lost,
+                    floor=stage.floors[span.chunk],
+                )
+            )
+            row += length
+        rows = _join(kept)
+        batch = ForwardBatch(
+            tuple(spans),
+            self.host_ids[rows],
+            np.searchsorted(rows, self._host_logit_rows),
+            np.searchsorted(rows, self._host_scored_rows),
+            self.stages,
+            self.device,
+        )
+        return batch, self._tensor(rows)
 
     @property
     def num_rows(self) -> int:
@@ -240,8 +329,13 @@ class ForwardBatch:
             positions = np.arange(max(span.start, span.end - ring), span.end)
             rows.append(positions - span.start + span.row)
             at.append(span.slot * ring + positions % ring)
-        return self._tensor(np.concatenate(rows)), self._tensor(np.concatenate(at))
+        return self._tensor(_join(rows)), self._tensor(_join(at))
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def _join(parts: list[Ints]) -> Ints:
+    """Concatenate; nothing gives an empty array."""
+    return np.concatenate([np.empty(0, np.int64), *parts])
