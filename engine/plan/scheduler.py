@@ -19,7 +19,8 @@ A request holds one slot (its fixed-size state) and enough blocks for the tokens
 5. Where the runner can launch a step ahead of its predecessor's results, streams get the block of
    one position more, if it is free: nobody is preempted or evicted for it.
 6. Chunks of prompts that a step did not finish are *held*: they stand in every plan, unchanged, until
-   they are committed, and no other prompt begins meanwhile.
+   they are committed, and no other prompt begins meanwhile. Who ends in between leaves its memory
+   *in limbo* until the last of them is through, because the device still writes it.
 
 By 2 and 3 whoever runs arrived before whoever waits.
 """
@@ -93,6 +94,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._lookahead = lookahead
         self._held: dict[str, Chunk] = {}  # of the last plan, not finished by it
+        self._limbo: list[tuple[int, tuple[int, ...]]] = []  # (slot, blocks)
         self._arrivals = 0
         self._live: dict[str, RequestState] = {}
         self._running: list[RequestState] = []  # in order of arrival
@@ -145,8 +147,7 @@ class Scheduler:
             return None
         (self._waiting if state.status is Status.WAITING else self._running).remove(state)
         # Where a chunk is half through, the slot holds no state that anybody could go on from.
-        keep = keep and self._held.pop(request_id, None) is None
-        if keep and state.num_computed and self.prefix.enabled:
+        if keep and state.num_computed and self.prefix.enabled and request_id not in self._held:
             self.prefix.add(
                 state.token_ids, state.chain, state.num_computed, state.block_ids, state.slot
             )
@@ -197,7 +198,7 @@ class Scheduler:
             why the request has ended, or None if it goes on.
         """
         state = self._live[chunk.request_id]
-        self._held.pop(chunk.request_id, None)
+        self._let_go(chunk.request_id)
         reason = state.advance(len(chunk.token_ids), sampled)
         if reason is not None:
             self.remove(chunk.request_id)
@@ -219,8 +220,13 @@ class Scheduler:
         running, waiting = self._running, list(self._waiting)
         kept = self.prefix.snapshots
         self.prefix.check_integrity()
-        self.blocks.check_integrity((r.block_ids for r in running), (s.block_ids for s in kept))
-        self.slots.check_integrity(((r.slot,) for r in running), ((s.slot,) for s in kept))
+        limbo = self._limbo
+        if limbo and not self._held:
+            raise RuntimeError(f"memory of {len(limbo)} requests waits for a pass that is over")
+        block_ids = [*(r.block_ids for r in running), *(ids for _, ids in limbo)]
+        slots = [*((r.slot,) for r in running), *((slot,) for slot, _ in limbo)]
+        self.blocks.check_integrity(block_ids, (s.block_ids for s in kept))
+        self.slots.check_integrity(slots, ((s.slot,) for s in kept))
         everyone = running + waiting
         arrivals = [state.arrival for state in everyone]
         if arrivals != sorted(arrivals):
@@ -364,7 +370,6 @@ class Scheduler:
         return True
 
     def _preempt(self, state: RequestState) -> None:
-        self._held.pop(state.request.id, None)
         self._running.remove(state)
         self._release(state)
         state.preempt()
@@ -372,6 +377,20 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, state: RequestState) -> None:
-        self.blocks.release(state.block_ids)
-        if state.slot:
+        """Give a request's memory back, now or when the pass that still writes it is through."""
+        if state.request.id in self._held and len(self._held) > 1:
+            self._limbo.append((state.slot, state.block_ids))
+        elif state.slot:
+            self.blocks.release(state.block_ids)
             self.slots.release((state.slot,))
+        self._let_go(state.request.id)
+
+    def _let_go(self, request_id: str) -> None:
+        """Forget a chunk under way, if there is one; after the last, what was in limbo is free."""
+        self._held.pop(request_id, None)
+        if self._held:
+            return
+        for slot, block_ids in self._limbo:
+            self.blocks.release(block_ids)
+            self.slots.release((slot,))
+        self._limbo.clear()

@@ -4,6 +4,9 @@ The machine executes plans on a memory of its own: each block cell and each slot
 prefix it was written after. So a block that two requests write, a slot used before its reset or its
 restore, and a position that was never processed all show as a wrong memory, not only as wrong
 counters. Whose memory it was does not matter: with the cache, equal prefixes share it.
+
+It also plays a device that leaves prompts' chunks under way over several steps, writing into their
+memory all the while, and one that processes a token ahead of its being known.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from hypothesis.stateful import (
 from engine.api import FinishReason, GenerateRequest, SamplingParams
 from engine.plan.blocks import BlockPool
 from engine.plan.prefix import HashChain, PrefixCache, Snapshot
-from engine.plan.request import RequestState
+from engine.plan.request import RequestState, Status
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import Chunk
 
 STOP = 999
+DECODE = Status.DECODE
 
 
 def token(name: str, index: int, stop_at: int) -> int:
@@ -47,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 24),
         spare_blocks=st.integers(0, 4),
         max_snapshots=st.integers(0, 6),
+        lookahead=st.booleans(),
     )
     def sizes(
         self,
@@ -56,7 +61,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         spare_blocks: int,
         max_snapshots: int,
+        lookahead: bool,
     ) -> None:
+        self.lookahead = lookahead
+        self.under_way: list[Chunk] = []  # of the pass that began in an earlier step
         self.block_size = block_size
         self.budget = num_slots + spare_rows
         self.max_model_len = max_model_len
@@ -69,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batched_tokens=self.budget,
             max_model_len=max_model_len,
             max_snapshots=max_snapshots,
+            lookahead=lookahead,
         )
         self.max_snapshots = max_snapshots
         self.count = 0
@@ -116,26 +125,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.output[name] = []
 
     @precondition(lambda self: self.order)
-    @rule(faults=st.sets(st.integers(0, 3), max_size=1))
-    def step(self, faults: set[int]) -> None:
+    @rule(faults=st.sets(st.integers(0, 3), max_size=1), finish=st.booleans())
+    def step(self, faults: set[int], finish: bool) -> None:
         plan = self.scheduler.plan()
         assert plan.chunks, "somebody is live, so somebody must advance"
         assert plan.num_tokens <= self.budget
         names = [chunk.request_id for chunk in plan.chunks]
         assert len(names) == len(set(names))
         assert self.order[0] in names, "the oldest request advances in every step"
+        streams = [c for c in plan.chunks if self.scheduler.get(c.request_id).status is DECODE]
+        prompts = [chunk for chunk in plan.chunks if chunk not in streams]
+        if not any(chunk in prompts for chunk in self.under_way):
+            self.under_way = []  # all its requests are gone, so the device drops the pass
         for source, target in plan.slot_copies:
             self.slots[target] = self.slots[source]
         for source, target in plan.block_copies:
             for offset in range(self.block_size):
                 self.cells[target, offset] = self.cells.get((source, offset), ())
-        for chunk in plan.chunks:
-            self.execute(chunk)
+        if self.under_way:
+            assert set(prompts) <= set(self.under_way), (
+                "a chunk under way comes again, and no other"
+            )
+        for chunk in streams if self.under_way else plan.chunks:
+            self.begin(chunk)
+        self.under_way = self.under_way or prompts
+        for chunk in streams:
+            self.write(chunk)
+        self.go_ahead(streams)
+        for chunk in self.under_way:  # also that of a request that has ended meanwhile
+            if finish and chunk in prompts:
+                self.write(chunk)
+            else:
+                self.make_a_mess(chunk)
+        if finish:
+            self.under_way = []
         for position, chunk in enumerate(plan.chunks):
             if position in faults:
                 self.scheduler.remove(chunk.request_id, keep=False)
                 self.scheduler.prefix.clear()
                 self.order.remove(chunk.request_id)
+            elif chunk in prompts and not finish:
+                self.scheduler.hold(chunk)
             else:
                 self.commit(chunk)
 
@@ -148,11 +178,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.remove(name) is not None
         assert self.scheduler.remove(name) is None
 
-    def execute(self, chunk: Chunk) -> None:
-        """Check what the chunk would read, then write what it would write."""
-        name = chunk.request_id
-        request, _ = self.requests[name]
-        sequence = list(request.prompt_ids) + self.output[name]
+    def begin(self, chunk: Chunk) -> None:
+        """Check what the chunk is and what it would read."""
+        request, _ = self.requests[chunk.request_id]
+        sequence = list(request.prompt_ids) + self.output[chunk.request_id]
         end = chunk.start + len(chunk.token_ids)
         assert chunk.token_ids
         assert list(chunk.token_ids) == sequence[chunk.start : end]
@@ -162,13 +191,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(chunk.block_ids) == len(set(chunk.block_ids))
         if chunk.start:
             assert self.slots[chunk.slot] == tuple(sequence[: chunk.start])
+        for position in range(chunk.start):
+            assert self.cells[self.cell(chunk, position)] == tuple(sequence[: position + 1])
+
+    def write(self, chunk: Chunk) -> None:
+        """Write what the chunk leaves in memory."""
+        request, _ = self.requests[chunk.request_id]
+        sequence = list(request.prompt_ids) + self.output[chunk.request_id]
+        end = chunk.start + len(chunk.token_ids)
         self.slots[chunk.slot] = tuple(sequence[:end])
         for position in range(end):
-            block, offset = divmod(position, self.block_size)
-            cell = (chunk.block_ids[block], offset)
             if position >= chunk.start:
-                self.cells[cell] = tuple(sequence[: position + 1])
-            assert self.cells[cell] == tuple(sequence[: position + 1])
+                self.cells[self.cell(chunk, position)] = tuple(sequence[: position + 1])
+            assert self.cells[self.cell(chunk, position)] == tuple(sequence[: position + 1])
+
+    def make_a_mess(self, chunk: Chunk) -> None:
+        """Write what a chunk leaves in memory while some layers have processed it."""
+        self.slots[chunk.slot] = (-1,)
+        for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+            self.cells[self.cell(chunk, position)] = (-1,)
+
+    def go_ahead(self, streams: list[Chunk]) -> None:
+        """Write the entry of the position after each stream's, whoever will have that token."""
+        going = [chunk for chunk in streams if chunk.goes_ahead]
+        assert self.lookahead or not going
+        for chunk in streams:
+            wants = len(self.output[chunk.request_id]) + 1
+            limit = self.requests[chunk.request_id][0].sampling.max_tokens
+            more = wants < limit and chunk.start + 2 < self.max_model_len
+            assert chunk.goes_ahead == (more and bool(going)), "all that go on or none"
+        for chunk in going:
+            self.cells[self.cell(chunk, chunk.start + 1)] = (-1,)
+
+    def cell(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        block, offset = divmod(position, self.block_size)
+        return chunk.block_ids[block], offset
 
     def commit(self, chunk: Chunk) -> None:
         name = chunk.request_id
@@ -200,11 +257,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check_integrity()
         assert scheduler.num_running + scheduler.num_waiting == len(self.order)
         held = {block for name in self.order for block in scheduler.get(name).block_ids}
+        limbo = scheduler._limbo
+        assert not limbo or self.under_way
+        held |= {block for _, block_ids in limbo for block in block_ids}
         blocks, kept = scheduler.blocks, len(scheduler.prefix)
         assert len(held) + blocks.num_idle + blocks.num_free == self.num_blocks
         assert kept <= self.max_snapshots
         total = self.num_slots + self.max_snapshots
-        assert scheduler.num_running + kept + scheduler.slots.num_free == total
+        assert scheduler.num_running + kept + len(limbo) + scheduler.slots.num_free == total
 
     def teardown(self) -> None:
         """Every request ends, in a bounded number of steps, and all memory comes back."""
@@ -213,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit = (2 * self.max_model_len + 1) * len(self.order)
         for _ in range(limit):
             if self.order:
-                self.step(set())
+                self.step(set(), finish=True)
                 self.books_are_right()
         assert not self.order
         self.scheduler.prefix.clear()
@@ -353,9 +413,41 @@ def take_a_slot_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "add", wrong)
 
 
+def free_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Scheduler._release
+
+    def wrong(self: Scheduler, state: RequestState) -> None:
+        self._held.pop(state.request.id, None)
+        release(self, state)
+
+    monkeypatch.setattr(Scheduler, "_release", wrong)
+
+
+def keep_half_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = Scheduler.remove
+
+    def wrong(self: Scheduler, request_id: str, *, keep: bool = True) -> RequestState | None:
+        self._held.pop(request_id, None)
+        return remove(self, request_id, keep=keep)
+
+    monkeypatch.setattr(Scheduler, "remove", wrong)
+
+
+def forget_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "hold", lambda self, chunk: None)
+
+
+def go_ahead_without_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_grow_ahead", lambda self, streams: True)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
+        free_what_is_under_way,
+        keep_half_a_chunk,
+        forget_what_is_under_way,
+        go_ahead_without_a_block,
         forget_to_release,
         hand_out_held_blocks,
         lose_tokens_on_preemption,

@@ -1,0 +1,128 @@
+"""Which experts of a layer lie in its GPU slots: least recently used leaves first.
+
+A layer with E experts and K slots keeps K of them on the GPU; the host has those that may be needed
+again. A *wave* is one set of at most K experts that are resident together while their rows are
+computed. This is the host's side, plain integers; the device's side (engine.kernels.paging) makes
+the same choices inside a CUDA graph, and state goes over from one to the other (issue 7, engine.md
+A4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An expert to be copied into a slot, over whatever lies there."""
+
+    expert: int
+    slot: int
+
+
+class Residency:
+    """Slot table of one layer.
+
+    At the start slot s holds expert s.
+
+    Attributes:
+        slot_expert: expert in each slot.
+        expert_slot: slot of each expert, ABSENT where it has none.
+        last_use: step in which each slot was last used; 0 for never.
+        step: waves so far.
+        hits: experts a wave found resident.
+        misses: experts a wave had to bring in.
+
+    Args:
+        num_experts: E.
+        num_slots: K, 1 .. E.
+    """
+
+    def __init__(self, num_experts: int, num_slots: int) -> None:
+        if not 1 <= num_slots <= num_experts:
+            raise ValueError(f"slots: expected 1 to {num_experts}, got {num_slots}")
+        self.slot_expert = list(range(num_slots))
+        self.expert_slot = [*range(num_slots), *[ABSENT] * (num_experts - num_slots)]
+        self.last_use = [0] * num_slots
+        self.step = 0
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def num_slots(self) -> int:
+        """K."""
+        return len(self.slot_expert)
+
+    def bring_in(self, experts: Sequence[int]) -> list[Move]:
+        """Make the experts of one wave resident.
+
+        Slots that this wave uses are safe; among the others the least recently used one is given
+        up, of equally old ones the lowest.
+
+        Args:
+            experts: ids, repeats allowed, at most K distinct ones; the order decides which absent
+                expert gets which slot.
+
+        Returns:
+            what is to be copied before the wave is computed, in order.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        distinct = list(dict.fromkeys(experts))
+        if len(distinct) > self.num_slots:
+            raise ValueError(f"a wave of {len(distinct)} experts for {self.num_slots} slots")
+        self.step += 1
+        for expert in distinct:
+            slot = self.expert_slot[expert]
+            if slot != ABSENT:
+                self.last_use[slot] = self.step
+                self.hits += 1
+        moves = []
+        for expert in distinct:
+            if self.expert_slot[expert] != ABSENT:
+                continue
+            self.misses += 1
+            slot = min(
+                (s for s in range(self.num_slots) if self.last_use[s] != self.step),
+                key=lambda s: (self.last_use[s], s),
+            )
+            self.expert_slot[self.slot_expert[slot]] = ABSENT
+            self.slot_expert[slot] = expert
+            self.expert_slot[expert] = slot
+            self.last_use[slot] = self.step
+            moves.append(Move(expert, slot))
+        return moves
+
+    def waves(self, experts: Iterable[int], size: int | None = None) -> list[list[int]]:
+        """Cut a pass's experts into waves, those that are resident now first.
+
+        Args:
+            experts: ids, repeats allowed.
+            size: most experts of a wave, K by default; half of it lets one wave be copied while
+                another is computed.
+
+        Returns:
+            disjoint waves that cover them, none empty.
+        """
+        size = self.num_slots if size is None else size
+        distinct = sorted(set(experts), key=lambda e: (self.expert_slot[e] == ABSENT, e))
+        return [distinct[first : first + size] for first in range(0, len(distinct), size)]
+
+    def check_integrity(self) -> None:
+        """Check that the two tables say the same.
+
+        Raises:
+            RuntimeError: they do not; a bug.
+        """
+        for slot, expert in enumerate(self.slot_expert):
+            if self.expert_slot[expert] != slot:
+                raise RuntimeError(
+                    f"slot {slot} holds expert {expert}, whose slot is {self.expert_slot[expert]}"
+                )
+        resident = sum(slot != ABSENT for slot in self.expert_slot)
+        if resident != self.num_slots:
+            raise RuntimeError(f"{resident} experts name a slot, of {self.num_slots} slots")
