@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import gemm, gemv
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.reference import rms_norm
-from engine.kernels.roundtrip import round_trip_fp8
+from engine.kernels.roundtrip import fp8_device, round_trip_fp8
+from engine.kernels.triton_compat import cast, tl, triton
+
+# ---------------------------------------------------------------- torch
 
 
 def _rounded(x: Tensor, act_group: int | None) -> Tensor:
@@ -143,3 +147,126 @@ def attention_output_torch(
     """
     low = grouped_linear_torch(o, wo_a, groups, out_act_group=act_group)
     return linear_parts_torch(low, wo_b)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _prepare(
+    x,
+    norm,
+    out,
+    K,
+    stride,
+    eps,
+    NORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norm (over the whole row) and round a row of x, or round a share of it."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = out.dtype.element_ty
+    value = tl.load(x + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value) / K + eps) * weight
+        value = cast(value, dtype).to(tl.float32)
+    if GROUP > 0:
+        value = tl.reshape(fp8_device(value[None, :], GROUP, 0), (BLOCK,))
+    tl.store(out + row * K + k, cast(value, dtype), mask=k < K)
+
+
+def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None) -> Tensor:
+    """RMSNorm if a weight is given, then FP8 rounding if a group is: [T, K] contiguous."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = 1024 if norm is None else triton.next_power_of_2(width)
+    _prepare[(rows, triton.cdiv(width, block))](
+        x,
+        x if norm is None else norm,
+        out,
+        width,
+        x.stride(0),
+        eps,
+        NORM=norm is not None,
+        GROUP=act_group or 0,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+    )
+    return out
+
+
+def _is_small(rows: int, ws: Sequence[Matrix]) -> bool:
+    return rows <= gemv.MAX_ROWS and all(w.kind != "fp4" for w in ws)
+
+
+def linear_triton(
+    x: Tensor, w: Matrix, *, act_group: int | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear_torch` in kernels."""
+    if act_group is not None:
+        x = _prepared(x, None, 0.0, act_group)
+    return linears_triton((x,), (w,), out_dtypes=(out_dtype,))[0]
+
+
+def linears_triton(
+    xs: Sequence[Tensor],
+    ws: Sequence[Matrix],
+    *,
+    out_dtypes: Sequence[torch.dtype | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """`linears_torch` in kernels; few rows take one launch for up to four products."""
+    kinds = [kind or x.dtype for kind, x in zip(out_dtypes or [None] * len(xs), xs, strict=True)]
+    rows = xs[0].shape[0]
+    if not _is_small(rows, ws):
+        return tuple(gemm.multiply(*each) for each in zip(xs, ws, kinds, strict=True))
+    outs = tuple(
+        torch.empty((rows, w.shape[0]), dtype=kind, device=x.device)
+        for x, w, kind in zip(xs, ws, kinds, strict=True)
+    )
+    gemv.run([gemv.Job(x, w, out) for x, w, out in zip(xs, ws, outs, strict=True)])
+    return outs
+
+
+def norm_linear_triton(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    ws: Sequence[Matrix],
+    *,
+    act_group: int | None = None,
+) -> tuple[Tensor, ...]:
+    """`norm_linear_torch` in kernels."""
+    low = _prepared(x, norm, eps, act_group)
+    return linears_triton([low] * len(ws), ws)
+
+
+def grouped_linear_triton(
+    o: Tensor, w: Matrix, groups: int, *, out_act_group: int | None = None
+) -> Tensor:
+    """`grouped_linear_torch` in kernels."""
+    if _is_small(len(o), (w,)):
+        out = torch.empty((len(o), w.shape[0]), dtype=o.dtype, device=o.device)
+        gemv.run([gemv.Job(o, w, out, groups, out_act_group or 0)])
+        return out
+    out = gemm.multiply_grouped(o, w, groups)
+    return out if out_act_group is None else _prepared(out, None, 0.0, out_act_group)
+
+
+def linear_parts_triton(x: Tensor, w: Matrix, *, act_group: int | None = None) -> Tensor:
+    """`linear_parts_torch` in kernels; few rows leave one summand per share of K."""
+    if act_group is not None:
+        x = _prepared(x, None, 0.0, act_group)
+    if _is_small(len(x), (w,)):
+        return gemv.run_parts(x, w)
+    return gemm.multiply(x, w, x.dtype)[:, None]
+
+
+def attention_output_triton(
+    o: Tensor, wo_a: Matrix, wo_b: Matrix, groups: int, *, act_group: int | None = None
+) -> Tensor:
+    """`attention_output_torch` in kernels: two launches for few rows."""
+    low = grouped_linear_triton(o, wo_a, groups, out_act_group=act_group)
+    return linear_parts_triton(low, wo_b)

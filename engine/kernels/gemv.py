@@ -1,0 +1,386 @@
+"""Products of few rows with packed weights: bound by reading the weights once.
+
+One launch takes several products. A program computes a tile [BT rows, BN columns of the result]
+over a share of K; K is split so that enough programs read at once. Shares are either left to the
+caller as summands or added, in order, by the program of a tile that finishes last.
+
+FP8 weights become bfloat16 in registers, without their scale; the scale of a block multiplies the
+float32 sums of that block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.formats import Matrix
+from engine.kernels.roundtrip import fp8_device
+from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
+
+#: Most rows this kernel takes; more are a matter of arithmetic (engine.kernels.gemm).
+MAX_ROWS = 64
+#: Programs that keep the memory of an H200 busy.
+_PROGRAMS = 264
+_MAX_JOBS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One product.
+
+    Args:
+        x: [T, K], or [T, G * K] with groups; the last dimension is contiguous.
+        w: plain or fp8, [N, K].
+        out: [T, N] contiguous, or float32 [T, P, N] for summands, P from `splits`.
+        groups: rows of w per group of x's columns is N / groups.
+        out_group: group of the result's FP8 rounding; 0 for none.
+    """
+
+    x: Tensor
+    w: Matrix
+    out: Tensor
+    groups: int = 1
+    out_group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tiling of one job.
+
+    Args:
+        bn: columns of the result per program.
+        bk: columns of the weight per step.
+        split: shares of K.
+    """
+
+    bn: int
+    bk: int
+    split: int
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _e4m3_as_bf16(w):
+    """Values of e4m3 codes [..., 4 n] as bfloat16, four per instruction sequence."""
+    # A code's seven low bits are the top of a bfloat16's exponent and mantissa, 2**120 too small.
+    return tl.inline_asm_elementwise(
+        asm="""
+        {
+        .reg .b32 a, b, c, d, e;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 c, a, 4;
+        shr.u32 d, b, 4;
+        and.b32 c, c, 0x07F007F0;
+        and.b32 d, d, 0x07F007F0;
+        lop3.b32 a, a, 0x80008000, c, 0xEA;
+        lop3.b32 b, b, 0x80008000, d, 0xEA;
+        mov.b32 e, 0x7B807B80;
+        mul.rn.bf16x2 $0, a, e;
+        mul.rn.bf16x2 $1, b, e;
+        }
+        """,
+        constraints="=r,=r,r",
+        args=[w],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _power(byte):
+    """2 ** (byte - 127) of a scale byte, float32."""
+    # Byte 0 is a subnormal: its one bit lies below the exponent's.
+    return tl.maximum(byte.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_at(scale, n, k, N, K, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """Scales of columns n of the result at column k of the weight: a scalar, or [1, BN].
+
+    Beyond the last column of the weight they are those of the last.
+    """
+    wide = tl.cdiv(K, BLOCK)
+    places = scale + n // BLOCK * wide + tl.minimum(k, K - 1) // BLOCK
+    if BN <= BLOCK:
+        return _power(tl.load(places))
+    return _power(tl.load(places, mask=n < N, other=127))
+
+
+@triton.jit
+def _tile(
+    x,
+    w,
+    scale,
+    n0,
+    t0,
+    first,
+    last,
+    T,
+    N,
+    K,
+    stride,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sums over k in [first, last) for rows t0 ... and columns n0 ... : float32 [BT, BN]."""
+    t = t0 + tl.arange(0, BT)
+    n = n0 + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BT, BN), tl.float32)
+    wide: tl.constexpr = (x.dtype.element_ty == tl.float32) | (w.dtype.element_ty == tl.float32)
+    work: tl.constexpr = tl.float32 if wide else tl.bfloat16
+    if BLOCK > 0:
+        column = n0 if BN <= BLOCK else n[None, :]
+        factor = _scale_at(scale, column, first, N, K, BLOCK, BN)
+    for k0 in tl.range(first, last, BK, num_stages=STAGES):
+        inside = (k0 + k) < last
+        rows = x + t[:, None] * stride + (k0 + k)[None, :]
+        columns = w + n[None, :].to(tl.int64) * K + (k0 + k)[:, None]
+        if EVEN:
+            a = tl.load(rows, mask=(t < T)[:, None], other=0.0)
+            b = tl.load(columns)
+        else:
+            a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
+            b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        if BLOCK > 0:
+            if FAST and not wide:
+                b = _e4m3_as_bf16(b)
+            else:
+                b = b.to(tl.float32).to(work)
+            # The next block's scale is on its way while this block is multiplied.
+            later = _scale_at(scale, column, k0 + BK, N, K, BLOCK, BN)
+            acc += dot(a.to(work), b, tl.zeros((BT, BN), tl.float32)) * factor
+            factor = later
+        else:
+            acc = dot(a.to(work), b.to(work), acc)
+    return acc
+
+
+@triton.jit
+def _finish(acc, out, n, t, T, N, GROUP: tl.constexpr):
+    """Cast, round and store a tile of the result."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    y = cast(acc, dtype)
+    if GROUP > 0:
+        y = cast(fp8_device(y.to(tl.float32), GROUP, 0), dtype)
+    tl.store(
+        out + t[:, None].to(tl.int64) * N + n[None, :], y, mask=(t < T)[:, None] & (n < N)[None, :]
+    )
+
+
+@triton.jit
+def _job(
+    x,
+    w,
+    scale,
+    out,
+    scratch,
+    counters,
+    program,
+    T,
+    N,
+    K,
+    stride,
+    rows_of_group,
+    share,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program of one product: a tile of the result, over one share of K."""
+    tiles = tl.cdiv(N, BN)
+    tile = program // SPLIT
+    part = program % SPLIT
+    n0 = tile % tiles * BN
+    t0 = tile // tiles * BT
+    first = part * share
+    x += n0 // rows_of_group * K
+    acc = _tile(
+        x, w, scale, n0, t0, first, tl.minimum(first + share, K), T, N, K, stride,
+        FAST, BLOCK, EVEN, BT, BN, BK, STAGES,
+    )  # fmt: skip
+    t = t0 + tl.arange(0, BT)
+    n = n0 + tl.arange(0, BN)
+    if SPLIT == 1 and not PARTS:
+        _finish(acc, out, n, t, T, N, GROUP)
+        return
+    inside = (t < T)[:, None] & (n < N)[None, :]
+    own = (t[:, None] * SPLIT).to(tl.int64) * N + n[None, :]
+    if PARTS:
+        tl.store(out + own + part * N, acc, mask=inside)
+        return
+    tl.store(scratch + own + part * N, acc, mask=inside)
+    # All threads' stores come before the count that says they are there.
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+    if done == SPLIT - 1:
+        total = tl.load(scratch + own, mask=inside, other=0.0, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLIT):
+            total += tl.load(
+                scratch + own + other * N, mask=inside, other=0.0, cache_modifier=".cg"
+            )
+        _finish(total, out, n, t, T, N, GROUP)
+        tl.store(counters + tile, 0)
+
+
+@triton.jit
+def _gemv(
+    xs,
+    ws,
+    scales,
+    outs,
+    scratches,
+    counters,
+    ends,
+    T,
+    Ns,
+    Ks,
+    strides,
+    group_rows,
+    shares,
+    FAST: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORMS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bn, bk, split)."""
+    program = tl.program_id(0)
+    first = 0
+    for j in tl.static_range(len(TILES)):
+        if (program >= first) & (program < ends[j]):
+            _job(
+                xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
+                T, Ns[j], Ks[j], strides[j], group_rows[j], shares[j],
+                FAST, FORMS[j][0], FORMS[j][1], FORMS[j][2], TILES[j][2], FORMS[j][3],
+                BT, TILES[j][0], TILES[j][1], STAGES,
+            )  # fmt: skip
+        first = ends[j]
+
+
+# ---------------------------------------------------------------- launch
+
+
+def _rows_per_program(rows: int) -> int:
+    return 16 if rows <= 16 else 32
+
+
+def choose(job: Job, programs: int = _PROGRAMS) -> Config:
+    """Tiling of a job, from host shapes alone: a table by class of shape.
+
+    Args:
+        job: the product.
+        programs: how many should run at once.
+    """
+    n, k = job.w.shape
+    scaled = job.w.kind == "fp8"
+    # 128 bytes of a weight's row per step; a block's scale must not change within a step.
+    bk = min(128, job.w.block) if scaled else 128 // job.w.data.element_size()
+    bn = 128 if scaled else 64
+    if job.groups > 1:
+        bn = min(bn, n // job.groups)
+    steps = -(-k // bk)
+    split = max(1, min(programs // -(-n // bn), steps // 4))
+    return Config(bn, bk, split)
+
+
+_COUNTERS: dict[torch.device, Tensor] = {}
+#: Result tiles of one launch that may wait for shares of K.
+_MOST_TILES = 1 << 16
+
+
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros; one buffer per device, made before any capture."""
+    if device not in _COUNTERS:
+        _COUNTERS[device] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+    return _COUNTERS[device]
+
+
+def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps: int) -> None:
+    """Run up to four products of the same T rows in one launch.
+
+    Args:
+        jobs: see `Job`; out is written whole.
+        configs: one per job.
+        stages: of the software pipeline.
+        warps: per program.
+    """
+    rows = jobs[0].x.shape[0]
+    bt = _rows_per_program(rows)
+    device = jobs[0].x.device
+    counters = _counters(device)
+    scratches, offsets, ends, shares, forms, used = [], [], [], [], [], 0
+    for job, config in zip(jobs, configs, strict=True):
+        n, k = job.w.shape
+        tiles = -(-n // config.bn) * -(-rows // bt)
+        share = -(-k // (config.bk * config.split)) * config.bk
+        even = n % config.bn == 0 and k % (config.bk * config.split) == 0
+        parts = job.out.dim() == 3
+        waits = config.split > 1 and not parts
+        scratches.append(
+            torch.empty(rows * config.split * n, dtype=torch.float32, device=device)
+            if waits
+            else job.out
+        )
+        offsets.append(counters[used : used + tiles] if waits else counters)
+        used += tiles if waits else 0
+        ends.append((ends[-1] if ends else 0) + tiles * config.split)
+        shares.append(share)
+        forms.append((job.w.block if job.w.kind == "fp8" else 0, even, parts, job.out_group))
+    _gemv[(ends[-1],)](
+        tuple(job.x for job in jobs),
+        tuple(job.w.data for job in jobs),
+        tuple(job.x if job.w.scale is None else job.w.scale for job in jobs),
+        tuple(job.out for job in jobs),
+        tuple(scratches),
+        tuple(offsets),
+        tuple(ends),
+        rows,
+        tuple(job.w.shape[0] for job in jobs),
+        tuple(job.w.shape[1] for job in jobs),
+        tuple(job.x.stride(0) for job in jobs),
+        tuple(job.w.shape[0] // job.groups for job in jobs),
+        tuple(shares),
+        FAST=not INTERPRETED,
+        BT=bt,
+        STAGES=stages,
+        FORMS=tuple(forms),
+        TILES=tuple((c.bn, c.bk, c.split) for c in configs),
+        num_warps=warps,
+    )
+
+
+def run(jobs: Sequence[Job]) -> None:
+    """Run products of the same rows, four to a launch, with the tilings of `choose`."""
+    for first in range(0, len(jobs), _MAX_JOBS):
+        batch = jobs[first : first + _MAX_JOBS]
+        launch(batch, [choose(job) for job in batch], stages=4, warps=4)
+
+
+def run_parts(x: Tensor, w: Matrix) -> Tensor:
+    """Product of x [T, K] with w [N, K] as float32 summands [T, P, N]."""
+    empty = torch.empty(0, dtype=torch.float32, device=x.device)
+    config = choose(Job(x, w, empty))
+    shape = len(x), config.split, w.shape[0]
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    launch([Job(x, w, out)], [config], stages=4, warps=4)
+    return out
