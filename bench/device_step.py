@@ -156,7 +156,7 @@ class Bench:
     def bound_ms(self, batch: int, context: int, touched: list[int]) -> float:
         """Time to read what a step must read, each byte once."""
         c, weights = self.config, self.model.weights
-        routed = sum(m.w13.nbytes + m.w2.nbytes for m in (layer.moe for layer in weights.layers))
+        routed = sum(layer.moe.experts.nbytes for layer in weights.layers)
         per_expert = routed / (c.num_hidden_layers * c.n_routed_experts)
         tables = sum(
             layer.engram.table.weight.nbytes

@@ -41,6 +41,7 @@ MODULES = {
     "engram_apply": "engram",
     "store_history": "engram",
     "route": "router",
+    "group": "router",
     "moe": "moe",
     "sample": "sampler",
 }
@@ -75,6 +76,7 @@ class Ops:
     engram_apply: Callable[..., Tensor]
     store_history: Callable[..., None]
     route: Callable[..., Routing]
+    group: Callable[..., tuple[Tensor, Tensor, Tensor]]
     moe: Callable[..., Tensor]
     sample: Callable[..., tuple[Tensor, Tensor]]
 

@@ -31,6 +31,7 @@ from engine.kernels.roundtrip import Form
 from engine.kernels.rows import Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.engram import Ints, NgramHash, fold_table
+from engine.model.experts import Placement
 from engine.model.packed import (
     CheckpointSource,
     PackedCompressor,
@@ -406,11 +407,10 @@ class FastModel:
             image=image,
             image_bias=m.bias_vl,
         )
-        return self.ops.moe(
+        return m.experts.run(
+            self.ops,
             site.xq,
             routing,
-            m.w13,
-            m.w2,
             m.shared13,
             m.shared2,
             limit=c.swiglu_limit,
@@ -465,6 +465,7 @@ def load_fast_model(
     dtype: torch.dtype = torch.bfloat16,
     round_trips: RoundTrips = "auto",
     max_model_len: int | None = None,
+    slots: dict[int, int] | None = None,
 ) -> FastModel:
     """Load a checkpoint of the official layout, in the form it is stored in.
 
@@ -475,6 +476,7 @@ def load_fast_model(
         dtype: of activations: bfloat16 or float32.
         round_trips: as in engine.model.checkpoint.load_model.
         max_model_len: positions that will be used; the model's own context by default.
+        slots: layer -> GPU slots of its experts, for layers whose experts are paged.
 
     Raises:
         ConfigError: config.json cannot be served.
@@ -490,9 +492,10 @@ def load_fast_model(
     if config.engram:
         tokenizer = checkpoint.path / "tokenizer.json"
         fold = fold_table(tokenizer, config.vocab_size, config.engram.compressed_vocab_size)
+    source = CheckpointSource(checkpoint, torch.device(device), dtype)
     return FastModel(
         config,
-        pack(config, CheckpointSource(checkpoint, torch.device(device), dtype), plain=dtype),
+        pack(config, source, _placement(slots, device), plain=dtype),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
@@ -508,6 +511,7 @@ def random_fast_model(
     device: torch.device | str,
     max_model_len: int,
     seed: int = 0,
+    slots: dict[int, int] | None = None,
 ) -> FastModel:
     """Draw a model of a shape from a seed; token ids are folded to themselves.
 
@@ -517,15 +521,21 @@ def random_fast_model(
         device: where the weights go.
         max_model_len: positions that will be used.
         seed: of the weights.
+        slots: as in load_fast_model.
     """
     fold = np.arange(config.vocab_size) if config.engram else None
     if config.engram and fold is not None:
         fold %= config.engram.compressed_vocab_size
     return FastModel(
         config,
-        pack(config, RandomSource(config, torch.device(device), seed)),
+        pack(config, RandomSource(config, torch.device(device), seed), _placement(slots, device)),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised,
         max_model_len=max_model_len,
     )
+
+
+def _placement(slots: dict[int, int] | None, device: torch.device | str) -> Placement:
+    where = torch.device(device)
+    return Placement(slots, device=where, pin=where.type == "cuda")

@@ -21,6 +21,7 @@ from engine.config import Layer, ModelConfig
 from engine.kernels.formats import Matrix, dequantise
 from engine.model.checkpoint import Checkpoint
 from engine.model.engram import EngramTable
+from engine.model.experts import Experts, PagedExperts, Placement, ResidentExperts
 from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, scale_name, tensor_specs
 
 
@@ -85,14 +86,13 @@ class PackedAttention:
 
 @dataclass(frozen=True, slots=True)
 class PackedMoe:
-    """Router and experts: w13 [E, 2 * I, d] (gate first), w2 [E, d, I], the shared one apart."""
+    """Router, routed experts where they lie, and the shared one: w13 [2 * I, d], w2 [d, I]."""
 
     gate: Tensor
     bias: Tensor | None
     bias_vl: Tensor | None
     tid2eid: Tensor | None
-    w13: Matrix
-    w2: Matrix
+    experts: Experts
     shared13: Matrix
     shared2: Matrix
 
@@ -268,23 +268,31 @@ class RandomSource:
 
 
 def pack(
-    config: ModelConfig, source: Source, *, plain: torch.dtype = torch.bfloat16
+    config: ModelConfig,
+    source: Source,
+    placement: Placement,
+    *,
+    plain: torch.dtype = torch.bfloat16,
 ) -> PackedWeights:
     """Read every tensor the backbone runs.
 
     Args:
         config: of the model.
         source: of the weights.
-        plain: dtype of the embedding, norms and router: bfloat16 beside bfloat16 activations,
-            else float32.
+        placement: where routed experts go.
+        plain: dtype of the embedding and the router: bfloat16 beside bfloat16 activations, else
+            float32.
     """
-    return _Packer(config, source, plain).build()
+    return _Packer(config, source, placement, plain).build()
 
 
 class _Packer:
-    def __init__(self, config: ModelConfig, source: Source, plain: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, source: Source, placement: Placement, plain: torch.dtype
+    ) -> None:
         self._config = config
         self._source = source
+        self._placement = placement
         self._plain = plain
 
     def build(self) -> PackedWeights:
@@ -382,20 +390,19 @@ class _Packer:
                 bias_vl = get(name + "gate.bias_vl")
         count = c.n_routed_experts
         shared = name + "shared_experts."
+        experts = (
+            (join([matrix(f"{one}.w1"), matrix(f"{one}.w3")]), matrix(f"{one}.w2"))
+            for one in (f"{name}experts.{e}" for e in range(count))
+        )
         return PackedMoe(
             gate=get(name + "gate.weight").to(self._plain),
             bias=bias,
             bias_vl=bias_vl,
             tid2eid=tid2eid,
-            w13=stack(
-                (join([matrix(f"{name}experts.{e}.w1"), matrix(f"{name}experts.{e}.w3")])
-                 for e in range(count)),
-                count,
-            ),
-            w2=stack((matrix(f"{name}experts.{e}.w2") for e in range(count)), count),
+            experts=self._placement.place(layer.index, experts, count),
             shared13=join([matrix(shared + "w1"), matrix(shared + "w3")]),
             shared2=matrix(shared + "w2"),
-        )  # fmt: skip
+        )
 
 
 def join(parts: Sequence[Matrix]) -> Matrix:
@@ -417,20 +424,6 @@ def join(parts: Sequence[Matrix]) -> Matrix:
     return Matrix(first.kind, data, scale, first.block)
 
 
-def stack(parts: Iterator[Matrix], count: int) -> Matrix:
-    """Put `count` matrices of one shape and form into one stack, one at a time."""
-    first = next(parts)
-    data = first.data.new_empty((count, *first.data.shape))
-    scale = None if first.scale is None else first.scale.new_empty((count, *first.scale.shape))
-    part: Matrix | None = first
-    for index in range(count):
-        part = first if index == 0 else next(parts)
-        data[index].copy_(part.data)
-        if scale is not None and part.scale is not None:
-            scale[index].copy_(part.scale)
-    return Matrix(first.kind, data, scale, first.block)
-
-
 def _spread(name: str, spec: TensorSpec, noise: Tensor) -> Tensor:
     """Give noise the mean and spread that a tensor of this name has."""
     if name.endswith(("_scale", "q_weight", "k_weight")):
@@ -448,6 +441,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
     """Every device tensor of a tree of the dataclasses above."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, ResidentExperts):
+        yield from _tensors((value.w13, value.w2))
+    elif isinstance(value, PagedExperts):
+        yield value.slots
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)
