@@ -36,6 +36,7 @@ class KVPool:
         state: per layer that pools tokens [num_slots, ring, 2 * width]: kv | gate score (position
             bias added) of position p in row p mod ring.
         index_state: the same for V4's index compressors.
+        draft: per draft stage [num_slots, W, D], as `window`.
         history: [num_slots, n - 1] int64 on the host, folded ids, latest last; n the longest
             n-gram. Zero columns without Engram. With `ring_history` [num_slots, n] on the device,
             position p in row p mod n.
@@ -48,6 +49,7 @@ class KVPool:
         device: where the tensors live.
         dtype: of rings, entries and index keys; state is in float32 at least.
         ring_history: whether the history is the ring that engine.model.fast keeps.
+        draft_stages: DSpark stages to keep rings for.
 
     Raises:
         ValueError: block_size is no multiple of a ratio, or there is no block or slot.
@@ -63,6 +65,7 @@ class KVPool:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         ring_history: bool = False,
+        draft_stages: int = 0,
     ) -> None:
         if num_blocks < 1 or num_slots < 1:
             raise ValueError(f"expected at least 1 block and slot, got {num_blocks}, {num_slots}")
@@ -97,26 +100,28 @@ class KVPool:
             element = state_dtype if part.kind == "state" else dtype
             groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)
         self.window = tuple(window.values())
+        ring = (num_slots, config.sliding_window, config.head_dim)
+        self.draft = tuple(
+            torch.zeros(ring, dtype=dtype, device=device) for _ in range(draft_stages)
+        )
         for slot in range(num_slots):
             self.reset_slot(slot)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def reset_slot(self, slot: int) -> None:
         """Make a slot ready for a new sequence: empty rings, nothing pending, no history.
 
         Blocks need no reset: an entry is read only after it was written.
         """
-        for ring in self.window:
-            ring[slot].zero_()
-        for states in (self.state, self.index_state):
-            for state in states.values():
-                kv, score = state[slot].chunk(2, -1)
-                kv.zero_()
-                score.fill_(-math.inf)
+        states = [state[slot] for state in (*self.state.values(), *self.index_state.values())]
+        # Fused: each of these is one launch for all layers, where a model has dozens.
+        torch._foreach_zero_([*(ring[slot] for ring in self.window), *states])
+        if states:
+            torch._foreach_add_([state.chunk(2, -1)[1] for state in states], -math.inf)
         self.history[slot] = NO_TOKEN
 
     def copy(
@@ -131,7 +136,12 @@ class KVPool:
             blocks: likewise.
         """
         if slots:
-            per_slot = (*self.window, *self.state.values(), *self.index_state.values())
+            per_slot = (
+                *self.window,
+                *self.draft,
+                *self.state.values(),
+                *self.index_state.values(),
+            )
             _copy_rows((*per_slot, self.history), slots)
         if blocks:
             _copy_rows((*self.entries.values(), *self.index_keys.values()), blocks)
@@ -150,12 +160,20 @@ class KVPool:
         for tensor in (*self.entries.values(), *self.index_keys.values()):
             tensor[blocks] = math.nan
 
-    def _tensors(self) -> list[Tensor]:
-        groups = (self.entries, self.index_keys, self.state, self.index_state)
-        return [*self.window, *(t for group in groups for t in group.values()), self.history]
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor, by group and layer."""
+        groups = {
+            "window": dict(enumerate(self.window)),
+            "entries": self.entries,
+            "index_keys": self.index_keys,
+            "state": self.state,
+            "index_state": self.index_state,
+        }
+        found = {f"{group}[{at}]": t for group, held in groups.items() for at, t in held.items()}
+        return found | {"history": self.history}
 
 
 def _copy_rows(tensors: Iterable[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    for tensor in tensors:
-        for source, target in pairs:
-            tensor[target].copy_(tensor[source])
+    tensors = tuple(tensors)
+    for source, target in pairs:
+        torch._foreach_copy_([t[target] for t in tensors], [t[source] for t in tensors])

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
@@ -36,10 +38,19 @@ class Draw:
         params: temperature, top_p, seed and top_logprobs are read. A seed is needed where the
             temperature is above 0; its low 64 bits count.
         index: output index of the token: 0 for the first that is generated.
+        forced: token to take whatever the logits say.
+        allowed: int32 [ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be drawn.
     """
 
     params: SamplingParams
     index: int
+    forced: int | None = None
+    allowed: NDArray[np.int32] | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether something beside the logits has a say."""
+        return self.forced is not None or self.allowed is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +69,15 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
         draws: one per row.
 
     Returns:
-        one sample per row; None for a row without a finite maximum (a NaN, an infinity, or nothing
-        but minus infinity), from which nothing can be drawn.
+        one sample per row; None for a row whose allowed logits have no finite maximum (a NaN, an
+        infinity, or nothing but minus infinity), from which nothing can be drawn.
     """
+    unmodified = logits
+    if any(draw.allowed is not None for draw in draws):
+        logits = logits.clone()
+        for row, draw in zip(logits, draws, strict=True):
+            if draw.allowed is not None:
+                row.masked_fill_(~_bits(draw.allowed, len(row)).to(row.device), -torch.inf)
     best, token_ids = logits.max(dim=-1)  # [B]; of equal ones the first; NaN where a row has one
     usable = torch.isfinite(best).tolist()
     random_rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0 and usable[i]]
@@ -69,10 +86,15 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
         picked = _draw(logits, draws, random_rows)
         for i, token_id in zip(random_rows, picked, strict=True):
             chosen[i] = token_id
-    return [
-        Sample(token_id, _logprob(logits[i], token_id, draw.params.top_logprobs)) if ok else None
-        for i, (ok, token_id, draw) in enumerate(zip(usable, chosen, draws, strict=True))
-    ]
+    found: list[Sample | None] = []
+    for i, draw in enumerate(draws):
+        if not usable[i]:
+            found.append(None)
+            continue
+        token_id, top = chosen[i] if draw.forced is None else draw.forced, draw.params.top_logprobs
+        logprob = None if top is None else logprob_of(unmodified[i], token_id, top)
+        found.append(Sample(token_id, logprob))
+    return found
 
 
 def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
@@ -136,15 +158,25 @@ def _draw(logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> list[int]:
     return picked
 
 
-def _logprob(row: Tensor, token_id: int, top: int | None) -> TokenLogprob | None:
-    """Log-probabilities of the unmodified distribution of one row [V]."""
-    if top is None:
-        return None
+def logprob_of(row: Tensor, token_id: int, top: int) -> TokenLogprob:
+    """Log-probabilities of the unmodified distribution of one row.
+
+    Args:
+        row: logits, float32 [V].
+        token_id: the chosen one.
+        top: how many of the likeliest to list.
+    """
     logprobs = row.double().log_softmax(dim=-1)
     # By logit: distinct logits may round to one log-probability, and ties go to the lower id.
     ids = row.sort(descending=True, stable=True).indices[:top]
     pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
     return TokenLogprob(logprob=float(logprobs[token_id]), top=tuple(pairs))
+
+
+def _bits(words: NDArray[np.int32], count: int) -> Tensor:
+    """The first `count` bits of a token mask: bool [count]."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:count]
+    return torch.from_numpy(bits.astype(bool))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,396 @@
+"""Runs steps with captured decode graphs, one step ahead of their results.
+
+A step of the plan is served like this:
+
+1. Pools: what is to be copied is copied, slots of new sequences are reset.
+2. Decode rows: the plan's single tokens were launched ahead by the step before, or are launched now.
+3. Prompts: one pass over all other chunks. Beside decode rows it advances by a few layers per step
+   and stays *under way*; alone it runs to its end.
+4. Lookahead: the next decode step is launched for the rows that go on. The device feeds them the
+   tokens it drew, so the device never waits for the host.
+5. Results of 2 are read, while 4 runs.
+
+What was launched ahead is taken up by the next plan if it names the same request at the same
+position, and forgotten if not. A row that was launched for a request which has ended is harmless. It
+processed the token at position p, the number of tokens the request is known by. It wrote ring row
+p mod W, and p - W is outside the window of whoever goes on at p; the same holds for the compressors'
+rows and the n-gram history. It wrote the entry that ends with p, if one does, which is visible only to
+those who process p themselves, and they write it first. And whoever gets a freed slot or block has
+its writes behind these in the device's order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.device.buffers import DecodeBuffers, Readback
+from engine.device.graphs import BUCKETS, GraphCache
+from engine.device.kvpool import KVPool
+from engine.device.lanes import Lanes
+from engine.device.rows import build_rows
+from engine.device.runner import StepResult
+from engine.device.sampler import Draw, Sample, logprob_of, sample
+from engine.device.seals import Seals
+from engine.device.slices import SlicePolicy, Stopwatch
+from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
+from engine.kernels.ops import Ops
+from engine.kernels.rows import Rows
+from engine.plan.step import Chunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class StepModel(Protocol):
+    """What the runner needs of a model; engine.model.fast.FastModel."""
+
+    config: ModelConfig
+    ops: Ops
+
+    def decode(self, rows: Rows, pool: KVPool) -> Tensor:
+        """Give float32 logits [T, V] of one row a sequence; capturable."""
+
+    def prefill(self, rows: Rows, pool: KVPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
+        """Process chunks; yields None between layers, lastly the logits [L, V]."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A decode step that was launched.
+
+    Args:
+        rows: (arrival, position) of each request -> its row.
+        bucket: rows it ran over.
+        half: row of the results ring.
+        logits: [bucket, V], until the next step is launched.
+    """
+
+    rows: dict[tuple[int, int], int]
+    bucket: int
+    half: int
+    logits: Tensor
+
+
+@dataclass(slots=True)
+class PromptPass:
+    """A pass over chunks of prompts, perhaps half through.
+
+    Args:
+        chunks: its chunks, in order.
+        layers: what is left of it.
+        num_rows: rows it processes.
+        logits: [L, V] once it is through.
+    """
+
+    chunks: tuple[Chunk, ...]
+    layers: Iterator[Tensor | None]
+    num_rows: int
+    logits: Tensor | None = None
+
+    def advance(self, count: int | None) -> bool:
+        """Launch the next `count` layers, all if None; whether it is through."""
+        while count is None or count > 0:
+            found = next(self.layers)
+            if found is not None:
+                self.logits = found
+                return True
+            count = None if count is None else count - 1
+        return False
+
+
+class FastRunner:
+    """A model with captured decode steps, and the memory of the requests it runs.
+
+    Attributes:
+        graphs: the decode steps.
+        policy: how a prompt's pass is sliced.
+
+    Args:
+        model: the model.
+        pool: its memory; has the slots and blocks that plans name, and a ring for the history.
+        device: where both live.
+        max_model_len: positions a request may have.
+        max_num_seqs: most decode rows of a plan; buckets beyond it are not captured.
+        looks_ahead: whether to launch decode steps ahead.
+        buckets: row counts to capture.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        pool: KVPool,
+        device: torch.device,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        looks_ahead: bool = True,
+        buckets: Sequence[int] = BUCKETS,
+    ) -> None:
+        self.looks_ahead = looks_ahead
+        self.policy = SlicePolicy()
+        self._model = model
+        self._pool = pool
+        self._device = device
+        self._feed = feed_triton if model.ops.name == "triton" else feed_torch
+        buckets = _buckets_up_to(max_num_seqs, buckets)
+        self._buffers = DecodeBuffers(
+            num_rows=buckets[-1],
+            max_model_len=max_model_len,
+            block_size=pool.block_size,
+            vocab_size=model.config.vocab_size,
+            device=device,
+        )
+        self.seals = Seals()
+        self.seals.add("decode buffers", self._buffers.tensors)
+        self.seals.add("kv pool", pool.named_tensors)
+        self.graphs = GraphCache(self._decode, model, buckets, device, self.seals)
+        self._lanes = Lanes(self._buffers, self.graphs.bucket_for)
+        self._readback = Readback(self._buffers, device)
+        self._stopwatch = Stopwatch(device)
+        self._half = 0
+        self._ahead: Flight | None = None
+        self._pass: PromptPass | None = None
+        with torch.inference_mode():
+            self.graphs.build()
+            self._buffers.half.zero_()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows, and columns of its logits."""
+        return self._model.config.vocab_size
+
+    @property
+    def weight_locks(self) -> tuple[str, ...]:
+        """Why weights cannot be written in place."""
+        count = len(self.graphs.captured)
+        return (
+            f"decode steps of {count} batch sizes are captured over the weights' addresses",
+            "projections that share an input are joined and scales multiplied in at load",
+        )
+
+    def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
+        """Run a plan and draw one token per chunk that wants logits.
+
+        Args:
+            plan: what to run.
+            draws: one for each chunk that wants logits, in the plan's order.
+
+        Raises:
+            SealError: a buffer that graphs use has moved.
+            Exception: whatever the model raised; nothing that was under way counts any more.
+        """
+        try:
+            with torch.inference_mode():
+                return self._step(plan, draws)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
+        self._stopwatch.collect()
+        wanting = iter(draws)
+        draw_of = {c.arrival: next(wanting) for c in plan.chunks if c.wants_logits}
+        flight, self._ahead = self._ahead, None
+        streams, prompts = self._sort(plan, flight)
+        self._pool.copy(plan.slot_copies, plan.block_copies)
+        for chunk in (*streams, *prompts):
+            if chunk.start == 0:
+                self._pool.reset_slot(chunk.slot)
+        samples: dict[int, Sample | None] = {}
+        most = self.graphs.buckets[-1]
+        whole = len(streams) <= most
+        while len(streams) > most:
+            group, streams = streams[:most], streams[most:]
+            samples |= self._results(self._launch(group, draw_of), group, draw_of)
+        if flight is None and streams:
+            flight = self._launch(streams, draw_of)
+        finished = self._run_prompts(prompts, beside=bool(streams))
+        if flight is not None and whole and self._may_go_ahead(finished):
+            going = [chunk for chunk in streams if chunk.goes_ahead]
+            if self._lanes.can_keep(going):
+                self._ahead = self._launch_ahead(going)
+        if flight is not None:
+            samples |= self._results(flight, streams, draw_of)
+        for done in finished:
+            samples |= self._prompt_samples(done, draw_of)
+        held = () if self._pass is None else self._pass.chunks
+        return StepResult(
+            [samples[c.arrival] for c in plan.chunks if c.arrival in samples],
+            frozenset(chunk.request_id for chunk in held),
+        )
+
+    def _sort(self, plan: StepPlan, flight: Flight | None) -> tuple[list[Chunk], list[Chunk]]:
+        """Tell chunks for decode rows from those of prompts that begin now.
+
+        Drops a pass under way whose requests have all ended. While a step that was launched ahead is
+        under way, rows keep their places, so single tokens it does not have go the prompts' way.
+        """
+        held: tuple[Chunk, ...] = ()
+        if self._pass is not None:
+            held = tuple(chunk for chunk in self._pass.chunks if chunk in plan.chunks)
+            if not held:
+                self._pass = None
+        streams, prompts = [], []
+        for chunk in plan.chunks:
+            if chunk in held:
+                continue
+            single = len(chunk.token_ids) == 1 and chunk.wants_logits
+            if single and (flight is None or (chunk.arrival, chunk.start) in flight.rows):
+                streams.append(chunk)
+            else:
+                prompts.append(chunk)
+        return streams, prompts
+
+    # ------------------------------------------------------------ decode rows
+
+    def _decode(self, count: int) -> Tensor:
+        """One decode step over the first rows of the buffers; what graphs capture."""
+        b = self._buffers
+        logits = self._model.decode(b.rows(count), self._pool)
+        drawn, usable = self._model.ops.sample(
+            logits,
+            b.temperature[:count],
+            b.top_p[:count],
+            b.seeds[:count],
+            b.index[:count],
+            mask=b.mask[:count],
+            forced=b.forced[:count],
+        )
+        self._feed(
+            drawn,
+            usable,
+            b.slots[:count],
+            b.ids[:count],
+            b.positions[:count],
+            b.index[:count],
+            b.results,
+            b.half,
+        )
+        return logits
+
+    def _launch(self, chunks: Sequence[Chunk], draw_of: dict[int, Draw]) -> Flight:
+        """Launch a step whose tokens the host knows."""
+        if self._lanes.place(chunks, [draw_of[chunk.arrival] for chunk in chunks]):
+            self.seals.check()
+        return self._fly(chunks, 0)
+
+    def _launch_ahead(self, chunks: Sequence[Chunk]) -> Flight:
+        """Launch the step after the one these chunks are in."""
+        if self._lanes.keep(chunks):
+            self.seals.check()
+        return self._fly(chunks, 1)
+
+    def _fly(self, chunks: Sequence[Chunk], further: int) -> Flight:
+        rows = {
+            (chunk.arrival, chunk.start + further): self._lanes.row_of(chunk) for chunk in chunks
+        }
+        bucket, half = self._lanes.bucket, self._half
+        if self._pass is None:
+            logits = self.graphs.run(bucket)
+        else:
+            logits = self._stopwatch.time(lambda: self.graphs.run(bucket), self.policy.saw_step)
+        self._lanes.advance()
+        self._half ^= 1
+        self._readback.start(half, bucket)
+        return Flight(rows, bucket, half, logits)
+
+    def _may_go_ahead(self, finished: Sequence[PromptPass]) -> bool:
+        """Whether the next plan's decode rows are this one's: no prompt has become a stream."""
+        return self.looks_ahead and not any(
+            chunk.wants_logits for done in finished for chunk in done.chunks
+        )
+
+    def _results(
+        self, flight: Flight, chunks: Sequence[Chunk], draw_of: dict[int, Draw]
+    ) -> dict[int, Sample | None]:
+        """Wait for a step and give what it drew, by arrival."""
+        tokens = self._readback.finish(flight.half, flight.bucket)
+        found: dict[int, Sample | None] = {}
+        for chunk in chunks:
+            row = flight.rows[chunk.arrival, chunk.start]
+            token, top = tokens[row], draw_of[chunk.arrival].params.top_logprobs
+            if token == UNUSABLE:
+                found[chunk.arrival] = None
+            elif top is None:
+                found[chunk.arrival] = Sample(token, None)
+            else:
+                found[chunk.arrival] = Sample(token, logprob_of(flight.logits[row], token, top))
+        return found
+
+    # ------------------------------------------------------------ prompts
+
+    def _run_prompts(self, prompts: list[Chunk], *, beside: bool) -> list[PromptPass]:
+        """Advance the pass under way, or begin one; give those that are through.
+
+        Args:
+            prompts: chunks that begin now.
+            beside: whether decode rows run in this step too.
+        """
+        finished = []
+        if prompts:
+            begun = self._begin(prompts)
+            if self._pass is not None:  # one of them is enough to be half through
+                begun.advance(None)
+                finished.append(begun)
+            else:
+                self._pass = begun
+        current = self._pass
+        if current is not None:
+            layers = self.policy.layers(current.num_rows) if beside else None
+            if self._advance(current, layers):
+                finished.append(current)
+                self._pass = None
+        return finished
+
+    def _advance(self, current: PromptPass, layers: int | None) -> bool:
+        if layers is None:
+            return current.advance(None)
+        done: bool = self._stopwatch.time(
+            lambda: current.advance(layers),
+            lambda seconds: self.policy.saw_slice(current.num_rows, layers, seconds),
+        )
+        return done
+
+    def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:
+        rows, wanted = build_rows(chunks, block_size=self._pool.block_size, device=self._device)
+        layers = self._model.prefill(rows, self._pool, wanted)
+        return PromptPass(tuple(chunks), layers, rows.num_rows)
+
+    def _prompt_samples(
+        self, done: PromptPass, draw_of: dict[int, Draw]
+    ) -> dict[int, Sample | None]:
+        """Draw from the logits of a pass that is through, by arrival; ended requests get nothing."""
+        wanting = [chunk for chunk in done.chunks if chunk.wants_logits]
+        live = [i for i, chunk in enumerate(wanting) if chunk.arrival in draw_of]
+        if not live:
+            return {}
+        assert done.logits is not None
+        logits = done.logits if len(live) == len(wanting) else done.logits[live]
+        drawn = sample(logits, [draw_of[wanting[i].arrival] for i in live])
+        return {wanting[i].arrival: found for i, found in zip(live, drawn, strict=True)}
+
+    # ------------------------------------------------------------ faults
+
+    def _forget(self) -> None:
+        """Drop all that is under way, after a fault."""
+        self._ahead = None
+        self._pass = None
+        self._half = 0
+        try:
+            with torch.inference_mode():
+                self._lanes.clear()
+        except Exception:
+            logger.exception("the device does not answer after a fault")
+
+
+def _buckets_up_to(most: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Buckets that are needed for up to `most` rows: those below, and the first that is enough."""
+    ordered = sorted(buckets)
+    kept = [bucket for bucket in ordered if bucket < most]
+    return (*kept, *ordered[len(kept) : len(kept) + 1])

@@ -1,0 +1,178 @@
+"""Decode steps by batch size: captured once, replayed with one launch.
+
+A step of n rows runs in the smallest *bucket* that holds them; the rest pads. On a GPU each bucket
+is a CUDA graph, captured largest first into one memory pool, so that smaller ones reuse what larger
+ones needed. On a CPU a bucket is an eager call over the same buffers with the same padding, so that
+faults of padding and bookkeeping show there too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.api import EngineError
+from engine.device.seals import Seals
+from engine.kernels.ops import Ops
+
+#: Rows of decode steps that have a graph of their own.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+#: Runs before a capture: kernels are compiled and libraries make their workspaces.
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How one bucket came to be.
+
+    Args:
+        bucket: rows.
+        seconds: of warm-up and capture.
+        pool_bytes: what it added to the graphs' memory pool.
+        kernels: operations that ran as fused kernels.
+    """
+
+    bucket: int
+    seconds: float
+    pool_bytes: int
+    kernels: frozenset[str]
+
+
+@contextmanager
+def watch(model: Any) -> Iterator[set[str]]:
+    """Note which operations of a model run as fused kernels.
+
+    Args:
+        model: has `ops`, an engine.kernels.ops.Ops.
+    """
+    plain: Ops = model.ops
+    seen: set[str] = set()
+
+    def spy(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if run.__name__.endswith("_triton"):
+                seen.add(name)
+            return run(*args, **kwargs)
+
+        return noted
+
+    names = [field.name for field in dataclasses.fields(plain) if field.name != "name"]
+    spies: dict[str, Any] = {name: spy(name, getattr(plain, name)) for name in names}
+    model.ops = dataclasses.replace(plain, **spies)
+    try:
+        yield seen
+    finally:
+        model.ops = plain
+
+
+def check_coverage(captured: Sequence[Captured]) -> None:
+    """Refuse to start with fused kernels that no bucket uses: switched on, but never run.
+
+    Raises:
+        EngineError: no bucket runs one; says what was captured.
+    """
+    if not any(bucket.kernels for bucket in captured):
+        sizes = ", ".join(str(bucket.bucket) for bucket in captured) or "none"
+        raise EngineError(
+            "fused kernels are switched on, but no captured batch size runs one of them"
+            f" (captured: {sizes}); serve with kernels = torch, or report this"
+        )
+
+
+class GraphCache:
+    """Runs decode steps by bucket.
+
+    Attributes:
+        captured: one for each bucket after `build`, largest first.
+
+    Args:
+        body: runs the step over the first n rows of the buffers and gives its logits; no host sync.
+        model: whose operations are watched while buckets are captured.
+        buckets: row counts.
+        device: "cuda" captures, "cpu" calls.
+        seals: of the buffers that the body uses.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[int], Tensor],
+        model: Any,
+        buckets: Sequence[int],
+        device: torch.device,
+        seals: Seals,
+    ) -> None:
+        self.buckets = tuple(sorted(buckets))
+        self.captured: tuple[Captured, ...] = ()
+        self._body = body
+        self._model = model
+        self._on_gpu = device.type == "cuda"
+        self._seals = seals
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def bucket_for(self, count: int) -> int:
+        """The smallest bucket of at least `count` rows.
+
+        Raises:
+            ValueError: there is none.
+        """
+        place = bisect_left(self.buckets, count)
+        if place == len(self.buckets):
+            raise ValueError(f"{count} rows; the largest bucket has {self.buckets[-1]}")
+        return self.buckets[place]
+
+    def build(self) -> None:
+        """Warm up and capture all buckets; every row pads meanwhile.
+
+        Raises:
+            EngineError: fused kernels are switched on and no bucket runs one.
+        """
+        found = []
+        pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        for bucket in reversed(self.buckets):
+            begin = time.perf_counter()
+            before = torch.cuda.memory_reserved() if self._on_gpu else 0
+            with watch(self._model) as kernels:
+                self._prepare(bucket, pool)
+            after = torch.cuda.memory_reserved() if self._on_gpu else 0
+            seconds = time.perf_counter() - begin
+            found.append(Captured(bucket, seconds, after - before, frozenset(kernels)))
+        self.captured = tuple(found)
+        if self._model.ops.name == "triton":
+            check_coverage(self.captured)
+        self._seals.seal()
+
+    def run(self, bucket: int) -> Tensor:
+        """Launch the step over a bucket's rows.
+
+        Returns:
+            float32 [bucket, V], its logits; the next run of any bucket overwrites them.
+        """
+        if not self._on_gpu:
+            return self._body(bucket)
+        graph, logits = self._graphs[bucket]
+        graph.replay()
+        return logits
+
+    def _prepare(self, bucket: int, pool: Any) -> None:
+        if not self._on_gpu:
+            self._body(bucket)
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._body(bucket)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self._body(bucket)
+        self._graphs[bucket] = graph, logits
