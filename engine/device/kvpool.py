@@ -119,7 +119,7 @@ class KVPool:
         """
         states = [state[slot] for state in (*self.state.values(), *self.index_state.values())]
         # Fused: each of these is one launch for all layers, where a model has dozens.
-        torch._foreach_zero_([*(ring[slot] for ring in self.window), *states])
+        torch._foreach_zero_([*(ring[slot] for ring in (*self.window, *self.draft)), *states])
         if states:
             torch._foreach_add_([state.chunk(2, -1)[1] for state in states], -math.inf)
         self.history[slot] = NO_TOKEN
@@ -155,7 +155,7 @@ class KVPool:
         slots, blocks = list(slots), list(blocks)
         if 0 in slots or 0 in blocks:
             raise ValueError("slot 0 and block 0 must stay finite")
-        for tensor in (*self.window, *self.state.values(), *self.index_state.values()):
+        for tensor in (*self.window, *self.draft, *self.state.values(), *self.index_state.values()):
             tensor[slots] = math.nan
         for tensor in (*self.entries.values(), *self.index_keys.values()):
             tensor[blocks] = math.nan
@@ -164,6 +164,7 @@ class KVPool:
         """Every tensor, by group and layer."""
         groups = {
             "window": dict(enumerate(self.window)),
+            "draft": dict(enumerate(self.draft)),
             "entries": self.entries,
             "index_keys": self.index_keys,
             "state": self.state,

@@ -52,6 +52,14 @@ class Matrix:
         return Matrix(self.kind, self.data[index], scale, self.block)
 
 
+def rows_from(m: Matrix, first: int) -> Matrix:
+    """Rows first .. N of a matrix [N, K]; `first` is a multiple of an FP8 block's side."""
+    scale = m.scale
+    if scale is not None:
+        scale = scale[first // m.block if m.kind == "fp8" else first :]
+    return Matrix(m.kind, m.data[first:], scale, m.block)
+
+
 def powers(scale: Tensor) -> Tensor:
     """Float32 values 2 ** (byte - 127) of scale bytes uint8 [...]; 255 is NaN."""
     return scale.view(torch.float8_e8m0fnu).to(torch.float32)

@@ -48,7 +48,8 @@ class _Part:
     def view(self, table: Tensor) -> Tensor:
         """Give this tensor of every expert of a table [N, bytes]: [N, *shape], strided."""
         one = table[:, self.offset : self.offset + self.nbytes].view(self.dtype)
-        return one.unflatten(1, self.shape)  # type: ignore[no-untyped-call]
+        found: Tensor = one.unflatten(1, self.shape)  # type: ignore[no-untyped-call]
+        return found
 
 
 class ExpertLayout:

@@ -11,8 +11,9 @@ prefill and speculative verification (engine.kernels.rows).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from engine.model.packed import (
     CheckpointSource,
     PackedCompressor,
     PackedLayer,
+    PackedMoe,
     PackedSite,
     PackedWeights,
     RandomSource,
@@ -47,6 +49,27 @@ if TYPE_CHECKING:
     from engine.device.kvpool import KVPool
 
 
+class Held:
+    """Stores of a pass that wait until it is known how many rows of each sequence count.
+
+    Entries and index keys are written at once: those of rows that turn out not to count lie beyond
+    what anybody may see, until they are written again.
+    """
+
+    def __init__(self) -> None:
+        self._stores: list[Callable[..., None]] = []
+
+    def add(self, store: Callable[..., None]) -> None:
+        """Put a store off; it takes `lengths`."""
+        self._stores.append(store)
+
+    def commit(self, lengths: Tensor) -> None:
+        """Store the first rows of each sequence: int32 [G] of them, 0 allowed."""
+        for store in self._stores:
+            store(lengths=lengths)
+        self._stores.clear()
+
+
 @dataclass(slots=True)
 class Pass:
     """What one pass works out once and shares between layers.
@@ -54,12 +77,16 @@ class Pass:
     Args:
         rows: of the pass.
         pool: memory of the requests.
+        held: where stores of rolling state are put off to, None to store at once.
+        taps: layer -> mean of the streams at its entry [T, d], of the layers that are tapped.
         choices: index source -> places int32 [T, K] of the entries that its readers attend.
         candidates: groups that the candidate source leaves to later choosers.
     """
 
     rows: Rows
     pool: KVPool
+    held: Held | None = None
+    taps: dict[int, Tensor] = field(default_factory=dict)
     choices: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
 
@@ -114,19 +141,20 @@ class FastModel:
         self._rope = rope_table(plain, max_model_len), rope_table(compressed, max_model_len)
         v41 = config.is_v41
         group = config.weight_block_size or (32 if v41 else 128)
-        self._act_group = group if round_trips else None
+        self.act_group = group if round_trips else None
         forms: tuple[Form, Form, Form] = ("fp8_64_tail", "fp8_64_tail", "hadamard_fp4_32")
         if v41:
             forms = ("fp8_32", "fp4_e4m3_16", "fp4_32")
         if not round_trips:
             forms = ("none", "none", "none")
-        self._window_form, self._entry_form, self._index_form = forms
+        self.window_form, self._entry_form, self._index_form = forms
         self._mixing: dict[str, Any] = {
             "eps": config.rms_norm_eps,
             "hc_eps": config.hc_eps,
             "iterations": config.hc_sinkhorn_iters,
-            "act_group": self._act_group,
+            "act_group": self.act_group,
         }
+        self.tapped: tuple[int, ...] = ()
         self._image = -1 if config.image_token_id is None else config.image_token_id
         self._fold, self._pad, self._hashes = self._prepare_engram(fold)
 
@@ -142,7 +170,19 @@ class FastModel:
         Returns:
             float32 [T, V].
         """
-        *_, flow = self._layers(rows, pool)
+        *_, flow = self._layers(Pass(rows, pool))
+        return self._logits(flow, None)
+
+    def run(self, state: Pass) -> Tensor:
+        """Process rows whose logits are all wanted, as the pass says; capturable.
+
+        Args:
+            state: rows, pool, and what is held back or tapped.
+
+        Returns:
+            float32 [T, V].
+        """
+        *_, flow = self._layers(state)
         return self._logits(flow, None)
 
     def prefill(self, rows: Rows, pool: KVPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
@@ -156,14 +196,13 @@ class FastModel:
         Yields:
             None after each layer, lastly the logits, float32 [L, V].
         """
-        for flow in self._layers(rows, pool):  # noqa: B007 - the last one is needed
+        for flow in self._layers(Pass(rows, pool)):  # noqa: B007 - the last one is needed
             yield None
         yield self._logits(flow, logit_rows)
 
-    def _layers(self, rows: Rows, pool: KVPool) -> Iterator[Flow]:
+    def _layers(self, state: Pass) -> Iterator[Flow]:
         """Run the layers one by one; the pass's memory is complete after the last."""
-        c, w = self.config, self.weights
-        state = Pass(rows, pool)
+        c, w, rows, pool = self.config, self.weights, state.rows, state.pool
         streams = F.embedding(rows.ids, w.embed).to(self.dtype)
         streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
         flow: Flow | None = None
@@ -172,49 +211,71 @@ class FastModel:
             yield flow
         if c.engram is not None:
             assert self._fold is not None
-            self.ops.store_history(rows, self._fold, pool.history, image=self._image)
+            store = partial(
+                self.ops.store_history, rows, self._fold, pool.history, image=self._image
+            )
+            self._store(state, store)
+
+    def _store(self, state: Pass, store: Callable[..., None]) -> None:
+        """Do a store of rolling state now, or when the pass's rows are known to count."""
+        if state.held is None:
+            store()
+        else:
+            state.held.add(store)
 
     def _layer(
         self, layer: Layer, w: PackedLayer, streams: Tensor, before: Flow | None, state: Pass
     ) -> Flow:
-        carried = before.site.pre if before else self._first_pre(streams)
+        carried = before.site.pre if before else self.first_pre(streams)
         if w.engram is not None:
             if before is not None:
                 site = before.site
                 streams = self.ops.hc_out(before.streams, before.parts, site.post, site.comb)
             streams = self._engram(layer, w, streams, state)
-            site = self._open(w.attn_site, streams, carried)
+            site = self.open_site(w.attn_site, streams, carried)
         elif before is None:
-            site = self._open(w.attn_site, streams, carried)
+            site = self.open_site(w.attn_site, streams, carried)
         else:
-            streams, site = self._turn(before, w.attn_site)
+            streams, site = self.turn(before.streams, before.parts, before.site, w.attn_site)
+        if layer.index in self.tapped:
+            state.taps[layer.index] = streams.mean(1)
         parts = self._attention(layer, w, site, state)
-        streams, site = self._turn(Flow(streams, parts, site), w.ffn_site)
-        return Flow(streams, self._moe(w, site, state), site)
+        streams, site = self.turn(streams, parts, site, w.ffn_site)
+        image = state.rows.ids == self._image if w.moe.bias_vl is not None else None
+        k = self.config.num_experts_per_tok
+        return Flow(streams, self.run_experts(w.moe, site, state.rows, image, k), site)
+
+    @property
+    def plain_rope(self) -> Tensor:
+        """Rotary table of window layers."""
+        return self._rope[0]
 
     # ------------------------------------------------------------ streams (2.2)
 
-    def _first_pre(self, streams: Tensor) -> Tensor:
-        """Weights (1, 0, 0, 0) of V4.1's first site."""
+    def first_pre(self, streams: Tensor) -> Tensor:
+        """Weights (1, 0, 0, 0) [T, S] of V4.1's first site."""
         first = torch.zeros(streams.shape[:2], dtype=torch.float32, device=streams.device)
         first[:, 0] = 1.0
         return first
 
-    def _open(self, site: PackedSite, streams: Tensor, carried: Tensor) -> HcIn:
+    def open_site(self, site: PackedSite, streams: Tensor, carried: Tensor) -> HcIn:
+        """Open the first site after the embedding, or after something else changed the streams."""
         own = carried if self.config.is_v41 else None
         return self.ops.hc_in(streams, site.fn, site.base, site.norm, own, **self._mixing)
 
-    def _turn(self, flow: Flow, site: PackedSite) -> tuple[Tensor, HcIn]:
+    def turn(
+        self, streams: Tensor, parts: Tensor, closing: HcIn, opening: PackedSite
+    ) -> tuple[Tensor, HcIn]:
         """Mix a sublayer's output in and open the next site."""
         return self.ops.hc_turn(
-            flow.streams,
-            flow.parts,
-            flow.site.post,
-            flow.site.comb,
-            site.fn,
-            site.base,
-            site.norm,
-            flow.site.pre if self.config.is_v41 else None,
+            streams,
+            parts,
+            closing.post,
+            closing.comb,
+            opening.fn,
+            opening.base,
+            opening.norm,
+            closing.pre if self.config.is_v41 else None,
             **self._mixing,
         )
 
@@ -258,7 +319,7 @@ class FastModel:
             a.q_norm,
             c.rms_norm_eps,
             queries,
-            act_group=self._act_group,
+            act_group=self.act_group,
         )
         ring = pool.window[layer.index]
         k_rows = k.window_keys(
@@ -268,8 +329,8 @@ class FastModel:
             rope,
             rows,
             ring,
-            form=self._window_form,
-            store=rows.is_decode,
+            form=self.window_form,
+            store=rows.is_decode and state.held is None,
         )
         if layer.owns_entries:
             self._compress(layer, w, extras, state)
@@ -290,9 +351,9 @@ class FastModel:
             window=c.sliding_window,
             scale=self._scale,
         )
-        if not rows.is_decode:
-            k.store_window(k_rows, rows, ring)
-        return k.attention_output(o, a.wo_a, a.wo_b, c.o_groups, act_group=self._act_group)
+        if not rows.is_decode or state.held is not None:
+            self._store(state, partial(k.store_window, k_rows, rows, ring))
+        return k.attention_output(o, a.wo_a, a.wo_b, c.o_groups, act_group=self.act_group)
 
     def _extra_projections(self, layer: Layer, w: PackedLayer) -> list[Matrix]:
         """Products of the unrounded input: compressor, index compressor, index head weights."""
@@ -354,6 +415,17 @@ class FastModel:
         *,
         want_latent: bool = False,
     ) -> Tensor | None:
+        if state.held is not None and carried is not None:
+            state.held.add(
+                partial(
+                    self.ops.store_state,
+                    projected,
+                    w.ape,
+                    carried,
+                    state.rows,
+                    ratio=layer.ratio,
+                )
+            )
         return self.ops.compress(
             projected,
             w.ape,
@@ -367,6 +439,7 @@ class FastModel:
             form=form,
             pool=target,
             want_latent=want_latent,
+            store=state.held is None,
         )
 
     def _choose(self, layer: Layer, raw: Tensor, head_weights: Tensor, state: Pass) -> None:
@@ -393,16 +466,18 @@ class FastModel:
 
     # ------------------------------------------------------------ experts (2.7)
 
-    def _moe(self, w: PackedLayer, site: HcIn, state: Pass) -> Tensor:
-        c, m = self.config, w.moe
-        image = state.rows.ids == self._image if m.bias_vl is not None else None
+    def run_experts(
+        self, m: PackedMoe, site: HcIn, rows: Rows, image: Tensor | None, per_token: int
+    ) -> Tensor:
+        """Route the rows and compute their experts: summands [T, P, d]."""
+        c = self.config
         routing = self.ops.route(
             site.x,
             m.gate,
             m.bias,
             m.tid2eid,
-            state.rows,
-            k=c.num_experts_per_tok,
+            rows,
+            k=per_token,
             scaling=c.routed_scaling_factor,
             image=image,
             image_bias=m.bias_vl,
@@ -414,7 +489,7 @@ class FastModel:
             m.shared13,
             m.shared2,
             limit=c.swiglu_limit,
-            act_group=self._act_group,
+            act_group=self.act_group,
         )
 
     # ------------------------------------------------------------ Engram (2.10)
@@ -446,7 +521,7 @@ class FastModel:
             image=self._image,
             dtype=self.dtype,
         )
-        projected = self.ops.linear(looked_up, w.engram.wkv, act_group=self._act_group)
+        projected = self.ops.linear(looked_up, w.engram.wkv, act_group=self.act_group)
         return self.ops.engram_apply(
             streams,
             projected,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ class HostBuffer:
     def _pin_piece(self, first: int) -> int:
         piece = self.tensor[first : first + PIECE]
         piece[::_PAGE] = 0  # the kernel hands out a page when it is first written
-        error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        error = int(_runtime().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
         if not error:
             self._registered.append(piece.data_ptr())
         return error
@@ -71,4 +72,9 @@ class HostBuffer:
     def close(self) -> None:
         """Take the registration back; the memory goes with the last tensor over it. Idempotent."""
         while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+            _runtime().cudaHostUnregister(self._registered.pop())
+
+
+def _runtime() -> Any:
+    """CUDA's runtime as torch binds it."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

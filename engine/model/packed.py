@@ -118,6 +118,20 @@ class PackedLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedDspark:
+    """DSpark's draft stages: main_proj [d, targets * d], Markov head, confidence fp32 [1, d + rank]."""
+
+    main_proj: Matrix
+    main_norm: Tensor
+    stages: tuple[PackedLayer, ...]
+    norm: Tensor
+    hc_head: PackedHead | None
+    markov_embed: Tensor
+    markov_head: Matrix
+    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeights:
     """The backbone."""
 
@@ -286,6 +300,55 @@ def pack(
     return _Packer(config, source, placement, plain).build()
 
 
+def pack_dspark(
+    config: ModelConfig,
+    source: Source,
+    placement: Placement,
+    *,
+    plain: torch.dtype = torch.bfloat16,
+) -> PackedDspark:
+    """Read the draft stages of a configuration that has DSpark; arguments as `pack`."""
+    assert config.dspark is not None
+    packer, get = _Packer(config, source, placement, plain), source.value
+    last = f"mtp.{config.num_nextn_predict_layers - 1}."
+    head = None
+    names = ("embed.weight", "head") if config.is_v41 else ("markov_w1.weight", "markov_w2")
+    if not config.is_v41:
+        fn = get(last + "hc_head_fn") * get(last + "hc_head_scale")
+        head = PackedHead(fn, get(last + "hc_head_base"))
+    return PackedDspark(
+        main_proj=source.matrix("mtp.0.main_proj"),
+        main_norm=get("mtp.0.main_norm.weight"),
+        stages=tuple(
+            packer.layer(
+                draft_layer(config, stage), f"mtp.{stage}.", config.dspark.n_routed_experts
+            )
+            for stage in range(config.num_nextn_predict_layers)
+        ),
+        norm=get(last + "norm.weight"),
+        hc_head=head,
+        markov_embed=get(f"{last}markov_head.{names[0]}"),
+        markov_head=source.matrix(f"{last}markov_head.{names[1]}"),
+        confidence=get(last + "confidence_head.proj.weight"),
+    )
+
+
+def draft_layer(config: ModelConfig, stage: int) -> Layer:
+    """What a draft stage is: a window layer with learned routing, numbered after the backbone."""
+    return Layer(
+        index=config.num_hidden_layers + stage,
+        ratio=0,
+        overlap=False,
+        kv_source=None,
+        index_source=None,
+        owns_index_keys=False,
+        builds_candidates=False,
+        reads_candidates=False,
+        hash_routed=False,
+        engram=None,
+    )
+
+
 class _Packer:
     def __init__(
         self, config: ModelConfig, source: Source, placement: Placement, plain: torch.dtype
@@ -305,11 +368,14 @@ class _Packer:
             head=Matrix("plain", get("head.weight").to(self._plain)),
             norm=get("norm.weight"),
             hc_head=head,
-            layers=tuple(self._layer(layer) for layer in c.layers),
+            layers=tuple(
+                self.layer(layer, f"layers.{layer.index}.", c.n_routed_experts)
+                for layer in c.layers
+            ),
         )
 
-    def _layer(self, layer: Layer) -> PackedLayer:
-        prefix = f"layers.{layer.index}."
+    def layer(self, layer: Layer, prefix: str, experts: int) -> PackedLayer:
+        """Read one block: a backbone layer, or a draft stage."""
         engram = None
         if layer.engram is not None:
             name = prefix + "engram."
@@ -320,7 +386,7 @@ class _Packer:
             attn_site=self._site(prefix, "attn"),
             attn=self._attention(layer, prefix + "attn."),
             ffn_site=self._site(prefix, "ffn"),
-            moe=self._moe(layer, prefix + "ffn."),
+            moe=self._moe(layer, prefix + "ffn.", experts),
             engram=engram,
         )
 
@@ -379,7 +445,7 @@ class _Packer:
         compressor = self._compressor(layer, name + "compressor.")
         return PackedIndexKeys(compressor, None, compressor.norm)
 
-    def _moe(self, layer: Layer, name: str) -> PackedMoe:
+    def _moe(self, layer: Layer, name: str, count: int) -> PackedMoe:
         c, get, matrix = self._config, self._source.value, self._source.matrix
         bias = bias_vl = tid2eid = None
         if layer.hash_routed:
@@ -388,7 +454,6 @@ class _Packer:
             bias = get(name + "gate.bias")
             if c.image_token_id is not None and c.is_v41:
                 bias_vl = get(name + "gate.bias_vl")
-        count = c.n_routed_experts
         shared = name + "shared_experts."
         experts = (
             (join([matrix(f"{one}.w1"), matrix(f"{one}.w3")]), matrix(f"{one}.w2"))
