@@ -48,7 +48,6 @@ CALL = (
     '<｜DSML｜ parameter name="text" string="true">{}</｜DSML｜ parameter>\n'
     "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
 )
-USER_HZ = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ def server(command: list[str], core: int | None) -> Iterator[tuple[subprocess.Po
 
 
 def cpu_seconds(process: subprocess.Popen[str]) -> float:
-    """CPU time that a process has used, its threads included."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / USER_HZ
+    """CPU time that a process has used, its living threads included, to the nanosecond."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def resident_bytes(process: subprocess.Popen[str]) -> int:

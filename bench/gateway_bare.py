@@ -98,6 +98,7 @@ def main() -> None:
     app = Starlette(routes=[Route("/v1/chat/completions", bare.chat, methods=["POST"])])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen(2048)
         print(f"serves at http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(app, log_level="warning", access_log=False)
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
+from gateway.call import header
 from parsers import ClientError
 
 
@@ -24,7 +26,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
         ClientError: status 413, the body is larger; 415, it is compressed; 408, it came too slowly.
         starlette.requests.ClientDisconnect: the client left while sending.
     """
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    headers = request.scope["headers"]
+    encoding = header(headers, b"content-encoding").strip().lower()
     if encoding not in ("", "identity"):
         raise ClientError(
             f"content-encoding: expected none, got {encoding[:60]!r}; send the body as it is",
@@ -32,12 +35,12 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
             code="unsupported_content_encoding",
             param=None,
         )
-    declared = request.headers.get("content-length", "")
+    declared = header(headers, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit)
+            return await _read(request.receive, limit)
     except TimeoutError:
         raise ClientError(
             f"the request body did not arrive within {seconds:g} s",
@@ -47,14 +50,19 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
         ) from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part = message.get("body", b"")
         size += len(part)
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
+        more = message.get("more_body", False)
     return b"".join(parts)
 
 

@@ -5,7 +5,7 @@ Pure ASGI throughout: no BaseHTTPMiddleware, which would put a queue between a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from gateway.backends import Backend
 from gateway.call import Call
-from gateway.endpoints import Endpoints
+from gateway.endpoints import Endpoints, Handler
 from gateway.errors import error_response
 from gateway.front import Front
 from gateway.keys import Keys
@@ -58,12 +58,14 @@ def create_app(settings: Settings, backend: Backend) -> Starlette:
         finally:
             await service.stop()
 
-    app = Starlette(routes=_routes(service), lifespan=lifespan)
+    making = Endpoints(service).handlers
+    app = Starlette(routes=_routes(service, making), lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirected POST loses its body with many clients
     # In place of Starlette's own layers: Front answers a bug with a 500, and nothing stands between
     # a stream's frames and the server's send.
     app.middleware_stack = Front(
         ExceptionMiddleware(app.router, handlers={HTTPException: _no_route}),
+        making=making,
         keys=keys,
         metrics=metrics,
         max_open_requests=settings.max_open_requests,
@@ -72,14 +74,11 @@ def create_app(settings: Settings, backend: Backend) -> Starlette:
     return app
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: Service, making: Mapping[str, Handler]) -> list[Route]:
     """List every endpoint under its one canonical path; `gateway.front` knows the others."""
-    making, stored, plain = Endpoints(service), StoredResponses(service), PlainEndpoints(service)
+    stored, plain = StoredResponses(service), PlainEndpoints(service)
     return [
-        Route("/v1/chat/completions", making.chat, methods=["POST"]),
-        Route("/v1/completions", making.completions, methods=["POST"]),
-        Route("/v1/responses", making.responses, methods=["POST"]),
-        Route("/v1/messages", making.messages, methods=["POST"]),
+        *(Route(path, handler, methods=["POST"]) for path, handler in making.items()),
         Route("/v1/messages/count_tokens", plain.count_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", stored.one, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/input_items", stored.input_items, methods=["GET"]),

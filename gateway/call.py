@@ -6,6 +6,7 @@ prompt, a reply or a key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,6 +18,16 @@ _SCOPE_KEY = "bathyal.call"
 #: Scope key of the server's own send: what stands before the routes looks at the start of a reply
 #: only, so a stream's frames need not pass through it.
 BODY_SEND = "bathyal.send"
+
+
+def header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:
+    """Return a request header's value, the first of several; empty where it was not sent.
+
+    Args:
+        headers: of an ASGI scope, whose names are in lower case.
+        name: in lower case.
+    """
+    return next((value.decode("latin-1") for key, value in headers if key == name), "")
 
 
 @dataclass(slots=True)

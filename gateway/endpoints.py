@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission import check_counts
 from gateway.background import Background, is_background, with_stream
-from gateway.call import Call
+from gateway.call import Call, header
 from gateway.deadlines import Limits
 from gateway.errors import error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
@@ -35,6 +35,7 @@ from gateway.threads import THREAD_FROM_BYTES, in_thread
 from parsers import ClientError, Exchange, Protocol, ReasoningStore
 
 logger = logging.getLogger(__name__)
+Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 @dataclass(slots=True)
@@ -59,6 +60,9 @@ class Endpoints:
 
     Args:
         service: what all handlers share.
+
+    Attributes:
+        handlers: by their paths.
     """
 
     def __init__(self, service: Service) -> None:
@@ -71,6 +75,12 @@ class Endpoints:
             service.metrics,
         )
         self._background = Background(service)
+        self.handlers: dict[str, Handler] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/v1/messages": self.messages,
+            "/v1/responses": self.responses,
+        }
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
@@ -196,7 +206,7 @@ class Endpoints:
     def _frames(
         self, request: Request, call: Call, opened: _Opened
     ) -> AsyncGenerator[list[bytes], None]:
-        scripts = request.headers.get("x-bathyal-script", "")
+        scripts = header(request.scope["headers"], b"x-bathyal-script")
 
         async def settle() -> None:
             if not opened.exchange.stream:

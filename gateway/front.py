@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import time
-from uuid import uuid4
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from secrets import token_hex
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.call import BODY_SEND, Call
+from gateway.call import BODY_SEND, Call, header
 from gateway.errors import RetryLaterError, ServerError, error_response, protocol_of
 from gateway.keys import Caller, Keys
 from gateway.logs import log_call
@@ -24,8 +25,6 @@ from parsers import ClientError
 
 #: Paths that need no key: whoever watches over the server has none, and some clients look here first.
 OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz"})
-#: Paths whose POST makes tokens.
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _API = re.compile(
     r"(?:/beta|/anthropic)?(?:/v1)?"
     r"(/(?:chat/completions|completions|responses|messages|models|tokenize)(?:/.*)?)",
@@ -44,6 +43,8 @@ class Front:
 
     Args:
         app: the routes.
+        making: the handlers of the paths whose POST makes tokens; called past the routes, whose
+            layers would cost more than all that is done here.
         keys: who may ask.
         metrics: what is counted.
         max_open_requests: most generating requests open at once.
@@ -57,8 +58,10 @@ class Front:
         keys: Keys,
         metrics: Metrics,
         max_open_requests: int,
+        making: Mapping[str, Callable[[Request], Awaitable[ASGIApp]]],
         flat_errors: bool,
     ) -> None:
+        self._making = making
         self._flat_errors = flat_errors
         self._app = app
         self._keys = keys
@@ -76,7 +79,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
-        headers = Headers(scope=scope)
+        headers = scope["headers"]
         path = scope["path"]
         call = Call(_request_id(headers), protocol_of(path), path, self._flat_errors)
         scope = {**scope, "path": canonical(path), BODY_SEND: send}
@@ -85,8 +88,12 @@ class Front:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                named = MutableHeaders(scope=message)
-                named["x-request-id"] = named["request-id"] = call.id
+                request_id = call.id.encode()
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id),
+                    (b"request-id", request_id),
+                ]
             await send(message)
 
         try:
@@ -101,7 +108,12 @@ class Front:
             self._count(call, scope, time.monotonic() - began)
 
     async def _admit(
-        self, call: Call, headers: Headers, scope: Scope, receive: Receive, send: Send
+        self,
+        call: Call,
+        headers: Sequence[tuple[bytes, bytes]],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         caller: Caller | None = None
         counted = False
@@ -109,16 +121,20 @@ class Front:
             try:
                 if scope["path"] not in OPEN_PATHS:
                     caller = self._keys.enter(
-                        headers.get("authorization", ""), headers.get("x-api-key", "")
+                        header(headers, b"authorization"), header(headers, b"x-api-key")
                     )
                     call.key = caller.name
-                if scope["path"] in GENERATING and scope["method"] == "POST":
+                if scope["method"] == "POST" and scope["path"] in self._making:
                     self._take_place()
                     counted = True
             except ClientError as error:
                 await self._refusal(call, error)(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
+            if counted:
+                response = await self._making[scope["path"]](Request(scope, receive, send))
+                await response(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
         finally:
             if caller is not None:
                 caller.leave()
@@ -142,10 +158,12 @@ class Front:
         return error_response(call, error)
 
     def _count(self, call: Call, scope: Scope, seconds: float) -> None:
-        route = scope["route"].path if "route" in scope else _NO_ROUTE
+        route = scope["route"].path if "route" in scope else scope["path"]
+        if "route" not in scope and route not in self._making:
+            route = _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self._metrics.requests.labels(route, method, str(call.status)).inc()
-        if route in GENERATING:
+        if route in self._making:
             self._metrics.seconds.labels(route).observe(seconds)
         if route == _NO_ROUTE:
             call.notes["path"] = call.path[:200]
@@ -158,11 +176,11 @@ _PROBED = OPEN_PATHS | {"/metrics"}  # asked every few seconds by machines: logg
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Take the client's own id, or make one.
 
     One that is longer than 128 characters or holds anything but visible ASCII is replaced, so that
     no header and no log line can be forged with it.
     """
-    given = headers.get("x-request-id", "")
-    return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid4().hex
+    given = header(headers, b"x-request-id")
+    return given if re.fullmatch(r"[!-~]{1,128}", given) else token_hex(16)

@@ -118,7 +118,7 @@ class Generations:
                     async for delta in deltas:
                         deadline.steps += 1
                         now, reason = monotonic(), delta.finish_reason
-                        if reason in _FAILED:
+                        if reason is not None and reason in _FAILED:
                             why = delta.error or "the backend gave up without a reason"
                             raise _backend_error(why)
                         if begun:
@@ -225,7 +225,8 @@ class _Pace:
 
     def begin(self, index: int, now: float, prompt_tokens: int, cached_tokens: int) -> None:
         self._metrics.prompt_tokens.inc(prompt_tokens)
-        self._metrics.cached_tokens.inc(cached_tokens)
+        if cached_tokens:
+            self._metrics.cached_tokens.inc(cached_tokens)
         if not index:
             self._metrics.first_token.observe(now - self._accepted)
             self._call.notes["prompt_tokens"] = prompt_tokens

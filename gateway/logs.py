@@ -34,6 +34,8 @@ class JsonLines(logging.Formatter):
 
 def to_stderr(level: str) -> None:
     """Send what the process logs to stderr, from a level on."""
+    # what no line tells need not be looked up for each
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -56,4 +58,7 @@ def log_call(call: Call, route: str, method: str, seconds: float) -> None:
         "ms": round(seconds * 1000, 1),
         **call.notes,
     }
-    requests.info("request", extra={"fields": fields})
+    # not `requests.info`: it would look up the caller's file and line, which the line does not tell
+    record = logging.LogRecord(requests.name, logging.INFO, "", 0, "request", (), None)
+    record.fields = fields
+    requests.handle(record)

@@ -64,6 +64,8 @@ class Metrics:
             "aborted_replies", "Replies that ended before the model did, by cause.", "cause"
         )
         self.calls = self._counter("calls", "Tool calls by the gate's verdict.", "verdict")
+        for verdict in ("delivered", "withheld", "repaired", "undeclared"):
+            self.calls.labels(verdict)  # listed from the start, at 0
         self.withheld = self._counter("withheld_calls", "Calls not delivered, by rule.", "rule")
         self.repaired = self._counter("repaired_calls", "Calls mended, by rule.", "rule")
         self.violations = self._counter("schema_violations", "Calls and answers off their schema.")
@@ -81,10 +83,14 @@ class Metrics:
 
     def take_report(self, report: Report) -> None:
         """Count what the gate did to one reply."""
-        self.calls.labels("delivered").inc(report.calls)
-        self.calls.labels("withheld").inc(len(report.withheld))
-        self.calls.labels("repaired").inc(len(report.repaired))
-        self.calls.labels("undeclared").inc(len(report.flagged))
+        if report.calls:
+            self.calls.labels("delivered").inc(report.calls)
+        if report.withheld:
+            self.calls.labels("withheld").inc(len(report.withheld))
+        if report.repaired:
+            self.calls.labels("repaired").inc(len(report.repaired))
+        if report.flagged:
+            self.calls.labels("undeclared").inc(len(report.flagged))
         for withheld in report.withheld:
             self.withheld.labels(withheld.reason).inc()
         for repaired in report.repaired:
@@ -136,8 +142,8 @@ class Gaps(Collector):
 class _BackendStats(Collector):
     """The backend's own counters, read when they are asked for."""
 
-    _GAUGES = ("running", "waiting", "free_blocks", "total_blocks")
-    _COUNTERS = ("steps", "preemptions")
+    _GAUGES = ("running", "waiting", "free_blocks", "total_blocks", "cached_blocks", "snapshots")
+    _COUNTERS = ("steps", "preemptions", "prefix_hits", "evictions")
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats

@@ -153,11 +153,22 @@ class EventStream:
         try:
             async with aclosing(self._frames):
                 async for frames in self._frames:
-                    if self._comment is not None:
-                        await asyncio.shield(self._comment)
-                    self._spoken = True
                     data = frames[0] if len(frames) == 1 else b"".join(frames)
-                    await self._write(send, data, more=True)
+                    if self._comment is None and self._spoken:
+                        # as `_write` does for any frame but the first, at a call's cost less
+                        self._last_sent = self._loop.time()
+                        self._sending = True
+                        try:
+                            await self._send_body(
+                                {"type": "http.response.body", "body": data, "more_body": True}
+                            )
+                        except OSError as error:
+                            raise _ClientLeftError from error
+                        self._sending = False
+                    else:
+                        await self._commented()
+                        self._spoken = True
+                        await self._write(send, data, more=True)
         except _ClientLeftError:
             self._ended("client_left")
         except ClientError as failure:
@@ -197,10 +208,14 @@ class EventStream:
             self._comment = None
 
     async def _end_with(self, send: Send, data: bytes) -> None:
-        """Send the last message, after a comment that is being written."""
+        """Send the last message."""
+        await self._commented()
+        await self._write(send, data, more=False)
+
+    async def _commented(self) -> None:
+        """Wait for the end of a comment that is being written."""
         if self._comment is not None:
             await asyncio.shield(self._comment)
-        await self._write(send, data, more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         self._last_sent = self._loop.time()
@@ -224,16 +239,38 @@ def _told(_: str) -> None:
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Await `work`, or cancel it and return None when the client leaves first.
 
+    The work is done in the caller's task, which is cancelled when the client leaves, as
+    `asyncio.timeout` does it: a task less than with one for the work.
+
     Raises:
         Exception: whatever `work` raises.
     """
-    task = asyncio.create_task(work)
-    listener = asyncio.create_task(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    left = cancelled = False
+
+    async def listen() -> None:
+        nonlocal left
+        await _disconnected(receive)
+        left = True
+        task.cancel()
+
+    listener = asyncio.create_task(listen())
     try:
-        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
+        return await work
+    except asyncio.CancelledError:
+        cancelled = True
+        if left and not task.uncancel():
+            return None
+        raise  # the server cancels too
     finally:
-        await _end(task, listener)
-    return None if task.cancelled() else task.result()
+        listener.cancel()
+        if (
+            left and not cancelled
+        ):  # at the last moment: the cancel is still to come, and comes here
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+            task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:

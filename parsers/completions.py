@@ -144,9 +144,7 @@ class Completion:
         reason: Finish = "stop" if self._stops.met else finish
         return [*self._send(self._stops.close(), reason), *([_DONE] if self.stream else [])]
 
-    def fail(
-        self, message: str, *, code: str = "internal_error", status: int = 500
-    ) -> list[bytes]:
+    def fail(self, message: str, *, code: str = "internal_error", status: int = 500) -> list[bytes]:
         """End the reply in an error; see ``Exchange.fail``."""
         self._ended = True
         if not self.stream:

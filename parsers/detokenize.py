@@ -8,7 +8,7 @@ the codec writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -107,8 +107,10 @@ class Vocabulary:
         """Return an id's text in the parser's alphabet; None where it is not whole characters."""
         return self._texts[token_id] if 0 <= token_id < len(self._texts) else None
 
-    def text(self, token_ids: Iterable[int]) -> str:
+    def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids of which each is whole characters, or not known at all."""
+        if len(token_ids) == 1:
+            return self.text_of(token_ids[0]) or ""
         return "".join([self.text_of(token_id) or "" for token_id in token_ids])
 
     def special(self, spelling: str) -> int:

@@ -289,9 +289,7 @@ class Exchange:
         if self._reasoning is not None and self._wire.call_ids:
             self._reasoning.put(self._wire.call_ids, self._wire.reasoning())
 
-    def fail(
-        self, message: str, *, code: str = "internal_error", status: int = 500
-    ) -> list[bytes]:
+    def fail(self, message: str, *, code: str = "internal_error", status: int = 500) -> list[bytes]:
         """End the reply with the protocol's own error; never a finish reason.
 
         Args:

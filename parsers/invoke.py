@@ -16,7 +16,15 @@ from typing import Literal
 
 from parsers.dialects import quote, spell
 from parsers.events import ParamOpened
-from parsers.jsontext import escape, escape_token, held_bar, hide_bars, is_strict, members, mend_surrogates
+from parsers.jsontext import (
+    escape,
+    escape_token,
+    held_bar,
+    hide_bars,
+    is_strict,
+    members,
+    mend_surrogates,
+)
 from parsers.policy import Action, GatePolicy, Hold
 from parsers.report import LONGEST_RAW, Repaired
 from parsers.sink import Sink

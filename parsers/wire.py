@@ -173,13 +173,18 @@ class Wire:
         except RuntimeError as error:
             raise CodecError(f"the codec refused a {chunk.kind} chunk: {error}") from error
         self.finished = self._processor.finished
-        return self._render(chunks) if chunks else []
+        if not chunks:
+            return []
+        if self._whole or self._edits is not None:
+            return self._render(chunks)
+        return [chunk.to_json() for chunk in chunks]
 
     def _render(self, chunks: list[Any]) -> list[str]:
         if not self._whole:
+            written = [chunk.to_json() for chunk in chunks]
             if self._edits is None:
-                return [chunk.to_json() for chunk in chunks]
-            return [made for chunk in chunks for made in self._edits.chunk(chunk.to_json())]
+                return written
+            return [made for chunk in written for made in self._edits.chunk(chunk)]
         for chunk in chunks:
             if self._sum is None:
                 # The codec stamps chunks with its own clock and takes the sum's from the caller:
