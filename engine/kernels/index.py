@@ -13,9 +13,10 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.places import completes, entry_places, norm
-from engine.kernels.rope import rotate_torch
-from engine.kernels.roundtrip import Form, round_trip
+from engine.kernels.rope import rotate_device, rotate_torch
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device
 from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import cast, dot, tl, triton
 
 # ---------------------------------------------------------------- torch
 
@@ -114,3 +115,279 @@ def scores_torch(
             seen = seen & candidates[part].repeat_interleave(candidate_group, 1)[:, : len(entries)]
         parts.append(found.masked_fill(~seen, -torch.inf))
     return torch.cat(parts)
+
+
+# ---------------------------------------------------------------- Triton
+
+#: Passes of at most so many rows a sequence are scored row by row (decode, verification).
+SHORT = 8
+#: Programs that score short passes; more entries than tiles of theirs are visited in turn.
+SHORT_PROGRAMS = 512
+#: Rows, entries, warps and pipeline stages of a program that scores a prompt.
+LONG_TILE = (64, 128, 4, 3)
+
+
+@triton.jit
+def _index_keys(
+    latent, wk, norm_w, eps, rope, positions, seq, tables, table_width, pool, count,
+    RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr,
+    PAIRS: tl.constexpr, FORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program i: rows i * BM and after. WIDE is the latents' width, D the keys'."""
+    kind: tl.constexpr = pool.dtype.element_ty
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    real = row < count
+    column = tl.arange(0, D)
+    acc = tl.zeros((BM, D), tl.float32)
+    for k in range(0, WIDE, BK):
+        deep = k + tl.arange(0, BK)
+        x = tl.load(
+            latent + row.to(tl.int64)[:, None] * WIDE + deep[None, :], mask=real[:, None], other=0.0
+        )
+        w = tl.load(wk + column[None, :] * WIDE + deep[:, None])
+        acc = dot(x, cast(w.to(tl.float32), x.dtype), acc)
+    key = cast(acc, kind).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(key * key, 1) / D + eps)
+    key = cast(key * scale[:, None] * tl.load(norm_w + column).to(tl.float32)[None, :], kind)
+    position = tl.load(positions + row, mask=real, other=0)
+    entry = position // RATIO
+    turned = rotate_device(key.to(tl.float32), rope, entry * RATIO, PAIRS)
+    stored = round_trip_device(cast(turned, kind), FORM)
+    done = real & ((position + 1) % RATIO == 0)
+    g = tl.load(seq + row, mask=done, other=0)
+    block = tl.load(tables + g * table_width + entry // PER_BLOCK, mask=done, other=0)
+    place = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
+    tl.store(pool + place[:, None] * D + column[None, :], stored, mask=done[:, None])
+
+
+def index_keys_from_latent_triton(
+    latent: Tensor,
+    wk: Matrix,
+    norm_w: Tensor,
+    eps: float,
+    rope: Tensor,
+    rows: Rows,
+    pool: Tensor,
+    *,
+    ratio: int,
+    form: Form,
+) -> None:
+    """Do as `index_keys_from_latent_torch`; one launch."""
+    count, wide = latent.shape
+    tile = 16 if count <= 1024 else 64
+    _index_keys[(triton.cdiv(count, tile),)](
+        latent, wk.data, norm_w, eps, rope, rows.positions, rows.seq, rows.tables,
+        rows.tables.shape[1], pool, count,
+        RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=pool.shape[-1],
+        PAIRS=rope.shape[2], FORM=form, BM=tile, BK=min(wide, 128), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _index_queries(
+    q, rope, positions, out, count, q_stride,
+    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): HEADS heads of TOKENS rows."""
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    at = head[:, None] * D + tl.arange(0, D)[None, :]
+    for i in range(TOKENS):
+        t = tl.program_id(0) * TOKENS + i
+        if t < count:
+            row = t.to(tl.int64)
+            x = tl.load(q + row * q_stride + at, mask=(head < H)[:, None], other=0.0)
+            position = tl.full((HEADS,), 0, tl.int32) + tl.load(positions + t)
+            turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
+            stored = round_trip_device(turned, FORM)
+            tl.store(out + row * (H * D) + at, stored, mask=(head < H)[:, None])
+
+
+def index_queries_triton(
+    q_raw: Tensor, rope: Tensor, rows: Rows, *, head_dim: int, form: Form
+) -> Tensor:
+    """Do as `index_queries_torch`; one launch."""
+    count, heads = q_raw.shape[0], q_raw.shape[1] // head_dim
+    out = q_raw.new_empty((count, heads, head_dim))
+    tokens = 1 if count <= 256 else 8  # a prompt's programs share what they prepare
+    group = 16
+    _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, group))](
+        q_raw, rope, rows.positions, out, count, q_raw.stride(0),
+        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=group, TOKENS=tokens,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _key_tile(keys, tables, table_width, g, entry, mask, PER_BLOCK: tl.constexpr, D: tl.constexpr):
+    """Keys of entries [N] of sequence g: [N, D]; zeros where the mask is false."""
+    block = tl.load(tables + g * table_width + entry // PER_BLOCK, mask=mask, other=0)
+    place = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
+    at = keys + place[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(at, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def _scores_short(
+    q, head_w, keys, positions, seq, tables, table_width, candidates, groups, out, best, width,
+    idle,
+    RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    HP: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    BUILD: tl.constexpr,
+):  # fmt: skip
+    """Program (i, t): every num_programs(0)-th tile of entries of row t; keys are the rows."""
+    t = tl.program_id(1)
+    g = tl.load(seq + t)
+    seen = (tl.load(positions + t) + 1) // RATIO
+    if seen > idle:
+        head = tl.arange(0, HP)
+        at = t.to(tl.int64) * (H * D) + head[None, :] * D + tl.arange(0, D)[:, None]
+        query = tl.load(q + at, mask=(head < H)[None, :], other=0.0)
+        weight = tl.load(head_w + t * H + head, mask=head < H, other=0.0).to(tl.float32)
+        for first in range(tl.program_id(0) * BN, seen, tl.num_programs(0) * BN):
+            entry = first + tl.arange(0, BN)
+            key = _key_tile(keys, tables, table_width, g, entry, entry < seen, PER_BLOCK, D)
+            found = dot(key, query, tl.zeros((BN, HP), tl.float32))
+            score = tl.sum(tl.maximum(found, 0.0) * weight[None, :], 1)
+            score = tl.where(entry < seen, score, float("-inf"))
+            row = t.to(tl.int64)
+            if BUILD:
+                group = first // GROUP + tl.arange(0, BN // GROUP)
+                highest = tl.max(tl.reshape(score, (BN // GROUP, GROUP)), 1)
+                tl.store(best + row * groups + group, highest, mask=group < groups)
+            if MASKED:
+                kept = tl.load(
+                    candidates + row * groups + entry // GROUP, mask=entry < seen, other=0
+                )
+                score = tl.where(kept != 0, score, float("-inf"))
+            tl.store(out + row * width + entry, score, mask=entry < width)
+
+
+@triton.jit
+def _scores_long(
+    q, head_w, keys, positions, first, lengths, tables, table_width, candidates, groups, out, best,
+    width, idle, from_row, to_row, sequences,
+    RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr,
+    MASKED: tl.constexpr, BUILD: tl.constexpr,
+):  # fmt: skip
+    """Program (j, i): tile j of entries for the i-th tile of rows, counted sequence by sequence.
+
+    Heads are summed up in registers, one product of queries and keys each. Offsets within a tile
+    are 32 bits wide: wider ones would take those registers.
+    """
+    j, i = tl.program_id(0), tl.program_id(1)
+    seq = tl.arange(0, GP)
+    low = tl.load(first + seq, mask=seq < sequences, other=0)
+    high = tl.minimum(low + tl.load(lengths + seq, mask=seq < sequences, other=0), to_row)
+    low = tl.maximum(low, from_row)
+    tiles = tl.cdiv(tl.maximum(high - low, 0), BM)
+    after = tl.cumsum(tiles, 0)
+    g = tl.sum((after <= i).to(tl.int32), 0)
+    if g < sequences:
+        mine = seq == g
+        top = tl.sum(tl.where(mine, low + (i - after + tiles) * BM, 0), 0)
+        count = tl.sum(tl.where(mine, high, 0), 0) - top
+        r = tl.arange(0, BM)
+        own = r < count
+        position = tl.load(positions + top) + r
+        most = (tl.load(positions + top) + tl.minimum(count, BM)) // RATIO
+        if (most > idle) & (most > j * BN):
+            entry = j * BN + tl.arange(0, BN)
+            key = _key_tile(keys, tables, table_width, g, entry, entry < most, PER_BLOCK, D)
+            key = tl.trans(key)
+            score = tl.zeros((BM, BN), tl.float32)
+            tile_q = q + top.to(tl.int64) * (H * D)
+            tile_w = head_w + top.to(tl.int64) * H
+            at = (r * (H * D))[:, None] + tl.arange(0, D)[None, :]
+            for h in range(H):
+                query = tl.load(tile_q + h * D + at, mask=own[:, None], other=0.0)
+                weight = tl.load(tile_w + h + r * H, mask=own, other=0.0).to(tl.float32)
+                found = dot(query, key, tl.zeros((BM, BN), tl.float32))
+                score += tl.maximum(found, 0.0) * weight[:, None]
+            shown = (entry + 1)[None, :] * RATIO <= (position + 1)[:, None]
+            score = tl.where(shown, score, float("-inf"))
+            to = (top - from_row).to(tl.int64)
+            if BUILD:
+                group = tl.arange(0, BN // GROUP)
+                highest = tl.max(tl.reshape(score, (BM, BN // GROUP, GROUP)), 2)
+                into = best + to * groups + j * (BN // GROUP)
+                inside = own[:, None] & (j * (BN // GROUP) + group < groups)[None, :]
+                tl.store(into + (r * groups)[:, None] + group[None, :], highest, mask=inside)
+            if MASKED:
+                of_tile = candidates + top.to(tl.int64) * groups
+                of_row = of_tile + (r * groups)[:, None] + (entry // GROUP)[None, :]
+                kept = tl.load(of_row, mask=shown & own[:, None], other=0)
+                score = tl.where(kept != 0, score, float("-inf"))
+            into = out + to * width + j * BN
+            inside = own[:, None] & (entry < width)[None, :]
+            tl.store(into + (r * width)[:, None] + tl.arange(0, BN)[None, :], score, mask=inside)
+
+
+def scores_triton(
+    q: Tensor,
+    head_w: Tensor,
+    keys: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    idle: int,
+    first: int = 0,
+    last: int | None = None,
+    candidates: Tensor | None = None,
+    candidate_group: int = 0,
+    build: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Score the entries of rows first .. last - 1, as `scores_torch` but for what nobody reads.
+
+    Args:
+        q: [T, Hi, Di].
+        head_w: [T, Hi].
+        keys: [blocks, block_size / ratio, Di].
+        rows: of the pass.
+        ratio: tokens per entry.
+        idle: rows that see at most so many entries may be left out.
+        first: row.
+        last: row, T by default.
+        candidates: bool [T, ceil(E / candidate_group)] or None.
+        candidate_group: entries of a group.
+        build: give the highest score of each group as well, before candidates limit it.
+
+    Returns:
+        float32 [last - first, E]: what lies at or beyond the entries that a row sees is undefined
+        (-inf or not written), and so is the row of an idle one.
+        float32 [last - first, ceil(E / candidate_group)], likewise, if built.
+    """
+    last = rows.num_rows if last is None else last
+    count, (heads, dim) = last - first, q.shape[1:]
+    width = max(1, rows.max_end // ratio)
+    out = q.new_empty((count, width), dtype=torch.float32)
+    groups = -(-width // candidate_group) if candidate_group else 0
+    best = q.new_empty((count, groups), dtype=torch.float32) if build else None
+    mask = None if candidates is None else candidates.view(torch.int8)
+    shared = {
+        "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "H": heads, "D": dim,
+        "GROUP": candidate_group, "MASKED": mask is not None, "BUILD": build,
+    }  # fmt: skip
+    if rows.max_length <= SHORT:
+        tile, padded = 64, max(16, triton.next_power_of_2(heads))
+        splits = min(triton.cdiv(width, tile), max(1, SHORT_PROGRAMS // count))
+        part = slice(first, last)
+        _scores_short[(splits, count)](
+            q[part], head_w[part], keys, rows.positions[part], rows.seq[part], rows.tables,
+            rows.tables.shape[1], None if mask is None else mask[part], groups, out, best, width,
+            idle, **shared, HP=padded, BN=tile, num_warps=4,
+        )  # fmt: skip
+    else:
+        bm, bn, warps, stages = LONG_TILE
+        # A sequence's last tile may be short, so that there is up to one more for each.
+        grid = (triton.cdiv(width, bn), count // bm + rows.num_sequences)
+        _scores_long[grid](
+            q, head_w, keys, rows.positions, rows.first, rows.lengths, rows.tables,
+            rows.tables.shape[1], mask, groups, out, best, width, idle, first, last,
+            rows.num_sequences, **shared, BM=bm, BN=bn,
+            GP=max(16, triton.next_power_of_2(rows.num_sequences)),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out, best
