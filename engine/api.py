@@ -61,6 +61,10 @@ class SamplingParams:
         top_logprobs: None for no logprobs, k >= 0 for the chosen token plus the k most likely.
         stop_token_ids: ids that end the generation (the model's EOS is among them).
         ignore_eos: benchmarks only: stop_token_ids do not end the generation.
+        presence_penalty: taken from the logit of every token id that was generated before, in
+            [-2, 2]; prompt tokens do not count. Before the temperature, as is all below.
+        frequency_penalty: likewise, as often as it was generated.
+        logit_bias: (token id, value) pairs, each id once: added to the logit, value in [-100, 100].
     """
 
     max_tokens: int
@@ -70,6 +74,19 @@ class SamplingParams:
     top_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was generated before has a say."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def moves_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return self.penalises or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +105,8 @@ class GenerateRequest:
             most likely at its place.
         prompt_logprobs_start: position of the first prompt token that is scored. Token 0 has
             nothing before it and never is.
+        cache_salt: only requests with the same one share what the prefix cache keeps, so that
+            nobody learns from a hit what another one's prompt was.
     """
 
     id: str
@@ -98,6 +117,7 @@ class GenerateRequest:
     trainer_parity: bool = False
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,11 @@ class EngineCore:
             )
         if request.sampling.max_tokens < 1:
             raise EngineError(f"max_tokens: expected at least 1, got {request.sampling.max_tokens}")
+        for token_id, _ in request.sampling.logit_bias:
+            if not 0 <= token_id < self._vocab_size:
+                raise EngineError(
+                    f"logit_bias: expected token ids below {self._vocab_size}, got {token_id}"
+                )
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request; its first tokens come out of a later step.
@@ -209,7 +214,9 @@ class EngineCore:
         for chunk in plan.chunks:
             if chunk.wants_logits:
                 state = self._scheduler.get(chunk.request_id)
-                draws.append(Draw(state.request.sampling, state.num_generated))
+                params = state.request.sampling
+                generated = state.token_ids[state.num_prompt :] if params.penalises else ()
+                draws.append(Draw(params, state.num_generated, generated=generated))
         return draws
 
     def _commit(self, chunk: Chunk, drawn: Sample) -> TokenDelta:

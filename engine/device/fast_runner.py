@@ -314,8 +314,12 @@ class FastRunner:
         found: dict[int, Sample | None] = {}
         for chunk in chunks:
             row = flight.rows[chunk.arrival, chunk.start]
-            token, top = tokens[row], draw_of[chunk.arrival].params.top_logprobs
-            if token == UNUSABLE:
+            draw, token = draw_of[chunk.arrival], tokens[row]
+            top = draw.params.top_logprobs
+            if draw.params.moves_logits:
+                # Nothing was launched ahead of it, so the row is written anew before the next step.
+                (found[chunk.arrival],) = sample(flight.logits[row : row + 1], [draw])
+            elif token == UNUSABLE:
                 found[chunk.arrival] = None
             elif top is None:
                 found[chunk.arrival] = Sample(token, None)

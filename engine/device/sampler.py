@@ -13,6 +13,7 @@ same everywhere. Maths on probabilities is float64.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,22 +36,29 @@ class Draw:
     """What is to be drawn from one row of logits.
 
     Args:
-        params: temperature, top_p, seed and top_logprobs are read. A seed is needed where the
+        params: all but max_tokens and what ends a generation is read. A seed is needed where the
             temperature is above 0; its low 64 bits count.
         index: output index of the token: 0 for the first that is generated.
         forced: token to take whatever the logits say.
         allowed: int32 [ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be drawn.
+        generated: the tokens generated so far; read where the params penalise.
     """
 
     params: SamplingParams
     index: int
     forced: int | None = None
     allowed: NDArray[np.int32] | None = None
+    generated: Sequence[int] = ()
 
     @property
     def is_constrained(self) -> bool:
         """Whether something beside the logits has a say."""
-        return self.forced is not None or self.allowed is not None
+        return self.forced is not None or self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it draws from other logits than the model's."""
+        return self.allowed is not None or self.params.moves_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
         infinity, or nothing but minus infinity), from which nothing can be drawn.
     """
     unmodified = logits
-    if any(draw.allowed is not None for draw in draws):
+    if any(draw.changes_logits for draw in draws):
         logits = logits.clone()
         for row, draw in zip(logits, draws, strict=True):
+            move_logits(row, draw)
             if draw.allowed is not None:
                 row.masked_fill_(~_bits(draw.allowed, len(row)).to(row.device), -torch.inf)
     best, token_ids = logits.max(dim=-1)  # [B]; of equal ones the first; NaN where a row has one
@@ -95,6 +104,27 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
         logprob = None if top is None else logprob_of(unmodified[i], token_id, top)
         found.append(Sample(token_id, logprob))
     return found
+
+
+def move_logits(row: Tensor, draw: Draw) -> None:
+    """Apply a draw's penalties and biases, as the OpenAI API defines them.
+
+    A token generated c times before loses `frequency_penalty * c`, and `presence_penalty` where c
+    is above 0; then `logit_bias` is added. Sparse: ids without any of them are not touched.
+
+    Args:
+        row: logits, float32 [V]; changed in place.
+        draw: whose.
+    """
+    params = draw.params
+    moves = dict(params.logit_bias)
+    if params.penalises:
+        for token_id, count in Counter(draw.generated).items():
+            loss = params.presence_penalty + params.frequency_penalty * count
+            moves[token_id] = moves.get(token_id, 0.0) - loss
+    if moves:
+        ids = torch.tensor(list(moves), device=row.device)
+        row[ids] += torch.tensor(list(moves.values()), dtype=row.dtype, device=row.device)
 
 
 def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:

@@ -119,9 +119,9 @@ class PrefixCache:
         """All snapshots, the least recently used first."""
         return tuple(self._snapshots.values())
 
-    def chain(self) -> HashChain:
-        """Begin the hashes of a sequence."""
-        return HashChain(self._salt, self._block_size)
+    def chain(self, salt: bytes = b"") -> HashChain:
+        """Begin the hashes of a sequence; only those with the same salt meet."""
+        return HashChain(self._salt + salt, self._block_size)
 
     def find(self, token_ids: Sequence[int], chain: HashChain) -> Snapshot | None:
         """Give the longest snapshot that leaves at least the last token to be processed.

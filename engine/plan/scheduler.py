@@ -27,6 +27,7 @@ By 2 and 3 whoever runs arrived before whoever waits.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -126,7 +127,7 @@ class Scheduler:
         """
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is live already")
-        chain = self.prefix.chain()
+        chain = self.prefix.chain(_salt(request.cache_salt))
         state = RequestState(request, self._arrivals, self._max_model_len, chain)
         self._arrivals += 1
         self._live[request.id] = state
@@ -361,7 +362,9 @@ class Scheduler:
         ]
         needed = sum(count for _, count in missing if count > 0)
         if needed > self.blocks.num_free or any(
-            state.request.sampling.top_logprobs is not None for state in streams
+            state.request.sampling.top_logprobs is not None
+            or state.request.sampling.moves_logits
+            for state in streams
         ):
             return False
         for state, count in missing:
@@ -394,3 +397,8 @@ class Scheduler:
             self.blocks.release(block_ids)
             self.slots.release((slot,))
         self._limbo.clear()
+
+
+def _salt(cache_salt: str) -> bytes:
+    """A request's salt as bytes of one length, so that no other salt can end in it."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=32).digest()
