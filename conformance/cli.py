@@ -22,7 +22,7 @@ import orjson
 from conformance import baseline, canitoolcall, load, scripts
 from conformance.checks import CHECKS
 from conformance.client import HttpSender
-from conformance.model import DIALECTS, PROTOCOLS, TIERS, Case, Protocol, Variant
+from conformance.model import DIALECTS, PROTOCOLS, SWITCHES, TIERS, Case, Protocol, Variant
 from conformance.protocols.render import render
 from conformance.report import badge, diff, junit, markdown, matrix, page, record, terminal
 from conformance.runner import Options, Run, run
@@ -99,12 +99,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--repeat", type=int, default=1, metavar="N", help="runs of live variants")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--concurrency", type=int, default=8)
-    command.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS")
+    command.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="longest silence of the endpoint (default: 30; 300 with the live tier, where a whole "
+        "reply is silent until the model has written it)",
+    )
     command.add_argument("--key-env", metavar="NAME", help="variable that holds the API key")
     command.add_argument(
         "--parse-path", default="/parse_function_call", help="smg has /parse/function_call"
     )
     command.add_argument("--parser", default="deepseekv4", help="parser name in the parse tier")
+    command.add_argument(
+        "--thinking-switch",
+        default="thinking",
+        choices=SWITCHES,
+        help="the chat field that turns thinking on and off; vLLM and SGLang have the second",
+    )
     command.add_argument("--name", default="", help="the endpoint's name in reports")
     command.add_argument("--verbose", action="store_true", help="print warnings as well")
     for form in ("json", "junit", "html", "markdown", "badge"):
@@ -243,7 +255,7 @@ async def _against(
     sender = HttpSender(
         arguments.base_url,
         key=key,
-        timeout_s=arguments.timeout,
+        timeout_s=arguments.timeout or (300.0 if "live" in arguments.tier else 30.0),
         connections=arguments.concurrency,
     )
     upstream: Upstream | None = None
@@ -260,6 +272,7 @@ async def _against(
         left=upstream.left if upstream else None,
         parse_path=arguments.parse_path,
         parser=arguments.parser,
+        switch=arguments.thinking_switch,
     )
     try:
         return await run(

@@ -17,11 +17,13 @@ Mode = Literal["stream", "whole"]
 Dialect = Literal["v4.1", "v4"]
 Tier = Literal["live", "scripted", "parse", "agents", "prompt"]
 Action = Literal["send", "leave", "abandon", "follow"]
+Switch = Literal["thinking", "chat_template_kwargs"]
 
 # "parse" is no protocol of the wire but the native parsing endpoints; only its tier uses it.
 PROTOCOLS: tuple[Protocol, ...] = ("chat", "responses", "messages")
 MODES: tuple[Mode, ...] = ("stream", "whole")
 DIALECTS: tuple[Dialect, ...] = ("v4.1", "v4")
+SWITCHES: tuple[Switch, ...] = ("thinking", "chat_template_kwargs")
 TIERS: tuple[Tier, ...] = ("live", "scripted", "parse", "agents", "prompt")
 
 

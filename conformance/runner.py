@@ -16,7 +16,7 @@ import orjson
 from conformance import baseline, load
 from conformance.checks import CHECKS, cross
 from conformance.client import Exchange, Request, Sender
-from conformance.model import Level, Outcome, Result, Variant, Verdict
+from conformance.model import Level, Outcome, Result, Switch, Variant, Verdict
 from conformance.protocols import observation
 from conformance.protocols.observation import Observation
 from conformance.protocols.render import OBSERVERS, follow, render
@@ -37,6 +37,7 @@ class Options:
             where nobody can tell, and such variants are skipped.
         parse_path: Path of the native parsing endpoint.
         parser: Name of the parser to ask it for.
+        switch: The chat field that turns thinking on and off.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Options:
     left: Callable[[float], Awaitable[bool]] | None = None
     parse_path: str = "/parse_function_call"
     parser: str = "deepseekv4"
+    switch: Switch = "thinking"
 
 
 @dataclass(slots=True)
@@ -169,7 +171,7 @@ async def observe(
     seed: int = 0,
 ) -> Observation:
     """Sends one variant and reads the reply."""
-    request, body = render(variant, options.model, tools)
+    request, body = render(variant, options.model, tools, options.switch)
     if variant.case.tier == "live" and variant.protocol == "chat":
         body = body | {"seed": seed}
         request = replace(request, body=orjson.dumps(body))

@@ -92,14 +92,34 @@ def _script_calls(seen: Observation) -> bool:
     return script is None or "invoke" in script.output
 
 
-@check("tool-call/forced", when=_forced)
-def forced(seen: Observation) -> Iterator[str]:
-    """A forced tool_choice gives a call, and of the named tool when one is named."""
+def _named(seen: Observation) -> str | None:
     choice = table(_choice(seen))
     name = choice.get("name") or table(choice.get("function")).get("name")
+    return str(name) if name else None
+
+
+def _chosen(seen: Observation) -> bool:
+    return _forced(seen) and (seen.variant.case.tier != "live" or bool(seen.calls))
+
+
+@check("tool-call/forced", when=_chosen)
+def forced(seen: Observation) -> Iterator[str]:
+    """A forced tool_choice gives a call, and of the named tool when one is named."""
+    name = _named(seen)
     names = [call.name for call in seen.calls]
     if not names or (name and set(names) != {name}):
         yield f"tool_choice {_choice(seen)!r} and the calls are {names}"
+
+
+@check(
+    "live/forced-call",
+    level=Level.SHOULD,
+    when=lambda seen: seen.variant.case.tier == "live" and _forced(seen),
+)
+def forced_call(seen: Observation) -> Iterator[str]:
+    """A forced choice gives a call; a server that does not constrain decoding cannot promise it."""
+    if not seen.calls:
+        yield f"tool_choice {_choice(seen)!r} and the model made no call"
 
 
 def _single(seen: Observation) -> bool:
@@ -124,7 +144,8 @@ def finish_once(seen: Observation) -> Iterator[str]:
 @check("finish/agrees-with-calls", when=lambda seen: seen.finish is not None)
 def finish_agrees(seen: Observation) -> Iterator[str]:
     """tool_calls is said exactly when there are calls; only length and a filter may cut one."""
+    # OpenAI's function calling guide: the end of a named choice is stop. Both are in the field.
     if seen.finish == "tool_calls" and not seen.calls:
         yield "the end says tool_calls and there is none"
-    if seen.finish == "stop" and seen.calls:
+    if seen.finish == "stop" and seen.calls and _named(seen) is None:
         yield f"the end says stop and there are {len(seen.calls)} calls"

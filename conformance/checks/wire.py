@@ -114,8 +114,11 @@ def incremental(seen: Observation) -> Iterator[str]:
 def _long(seen: Observation) -> bool:
     """A live reply of some length that took a while: only there a lump can be told."""
     words = seen.usages[-1].completion if seen.usages else None
+    # What might be a call is rightly held back, and one that is withheld leaves a short remark.
+    visible = not seen.declared or bool(seen.calls)
     return (
         _healthy(seen)
+        and visible
         and seen.variant.case.tier == "live"
         and (words or 0) >= 16
         and len(seen.frames) > 1

@@ -17,7 +17,7 @@ import orjson
 from conformance import strict_json
 from conformance.client import Request
 from conformance.dialect import respell
-from conformance.model import Protocol, Variant
+from conformance.model import Protocol, Switch, Variant
 from conformance.protocols import chat, messages, parse, responses
 from conformance.protocols.observation import Observation
 
@@ -38,7 +38,10 @@ MAX_TOKENS = 1536
 
 
 def render(
-    variant: Variant, model: str, tools: Mapping[str, Mapping[str, Any]]
+    variant: Variant,
+    model: str,
+    tools: Mapping[str, Mapping[str, Any]],
+    switch: Switch = "thinking",
 ) -> tuple[Request, dict[str, Any]]:
     """Renders one variant.
 
@@ -46,6 +49,7 @@ def render(
         variant: What to render.
         model: Model name to ask for.
         tools: The tool catalogue, by name.
+        switch: The chat field that turns thinking on and off.
 
     Returns:
         The request, and its body as an object ({} where the case gives a raw body).
@@ -63,6 +67,8 @@ def render(
             body["text"] = respell(output, variant.dialect or "v4.1")
         else:
             body["stream"] = variant.mode == "stream"
+        if variant.protocol == "chat" and switch == "chat_template_kwargs":
+            _by_template(body)
         if variant.protocol == "chat" and body["stream"] and neutral.get("usage", True):
             body["stream_options"] = {"include_usage": True}
     if variant.protocol != "parse":
@@ -83,6 +89,14 @@ def render(
         content, body = neutral["body_text"].encode("latin-1"), {}
     path = neutral.get("path", PATHS[variant.protocol])
     return Request(neutral.get("method", "POST"), path, headers, content), body
+
+
+def _by_template(body: dict[str, Any]) -> None:
+    """Moves the thinking switch to where vLLM and SGLang look for it (their documentation)."""
+    asked = body.pop("thinking", None)
+    if asked is not None:
+        on = asked["type"] == "enabled"
+        body["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
 
 
 def follow(seen: Observation, request: Request) -> tuple[Request, dict[str, Any]]:

@@ -16,7 +16,7 @@ from tests.conformance.faults import BROKEN, broken
 # what is said, in every protocol
 
 
-@broken("plan", "calls-lost", "expect/calls", "tool-call/forced")
+@broken("plan", "calls-lost", "expect/calls", "tool-call/forced", "live/forced-call")
 def _(plan: Plan, body: dict[str, Any]) -> Plan:
     return replace(plan, calls=())
 
@@ -69,6 +69,11 @@ def _(plan: Plan, body: dict[str, Any]) -> Plan:
 
 def _arguments(plan: Plan, change: Callable[[str], str]) -> Plan:
     return replace(plan, calls=tuple((i, n, change(a)) for i, n, a in plan.calls))
+
+
+@broken("plan", "markup-escaped-in-arguments", "leak/dsml", "live/markup-in-arguments")
+def _(plan: Plan, body: dict[str, Any]) -> Plan:
+    return _arguments(plan, lambda a: '{"a": "x</\\uff5cDSML\\uff5c parameter>"}')
 
 
 @broken("plan", "arguments-cut", "arguments/json")
