@@ -110,6 +110,10 @@ class FastRunner:
     Attributes:
         graphs: the decode steps.
         policy: how a prompt's pass is sliced.
+        seals: of what the graphs use.
+        num_launched: decode steps launched.
+        num_ahead: of them, launched before the results of the step before were read.
+        num_wasted: of those, not taken up by the plan that followed.
 
     Args:
         model: the model.
@@ -156,6 +160,7 @@ class FastRunner:
         self._half = 0
         self._ahead: Flight | None = None
         self._pass: PromptPass | None = None
+        self.num_launched = self.num_ahead = self.num_wasted = 0
         with torch.inference_mode():
             self.graphs.build()
             self._buffers.half.zero_()
@@ -198,6 +203,9 @@ class FastRunner:
         draw_of = {c.arrival: next(wanting) for c in plan.chunks if c.wants_logits}
         flight, self._ahead = self._ahead, None
         streams, prompts = self._sort(plan, flight)
+        if flight is not None and not streams:
+            self.num_wasted += 1
+            flight = None
         self._pool.copy(plan.slot_copies, plan.block_copies)
         for chunk in (*streams, *prompts):
             if chunk.start == 0:
@@ -229,7 +237,7 @@ class FastRunner:
         """Tell chunks for decode rows from those of prompts that begin now.
 
         Drops a pass under way whose requests have all ended. While a step that was launched ahead is
-        under way, rows keep their places, so single tokens it does not have go the prompts' way.
+        under way, rows keep their places, so a stream it does not have goes the prompts' way.
         """
         held: tuple[Chunk, ...] = ()
         if self._pass is not None:
@@ -240,8 +248,8 @@ class FastRunner:
         for chunk in plan.chunks:
             if chunk in held:
                 continue
-            single = len(chunk.token_ids) == 1 and chunk.wants_logits
-            if single and (flight is None or (chunk.arrival, chunk.start) in flight.rows):
+            known = flight is None or (chunk.arrival, chunk.start) in flight.rows
+            if chunk.is_stream and known:
                 streams.append(chunk)
             else:
                 prompts.append(chunk)
@@ -282,6 +290,7 @@ class FastRunner:
 
     def _launch_ahead(self, chunks: Sequence[Chunk]) -> Flight:
         """Launch the step after the one these chunks are in."""
+        self.num_ahead += 1
         if self._lanes.keep(chunks):
             self.seals.check()
         return self._fly(chunks, 1)
@@ -295,6 +304,7 @@ class FastRunner:
             logits = self.graphs.run(bucket)
         else:
             logits = self._stopwatch.time(lambda: self.graphs.run(bucket), self.policy.saw_step)
+        self.num_launched += 1
         self._lanes.advance()
         self._half ^= 1
         self._readback.start(half, bucket)
@@ -337,13 +347,11 @@ class FastRunner:
             beside: whether decode rows run in this step too.
         """
         finished = []
-        if prompts:
-            begun = self._begin(prompts)
-            if self._pass is not None:  # one of them is enough to be half through
-                begun.advance(None)
-                finished.append(begun)
-            else:
-                self._pass = begun
+        if strays := [chunk for chunk in prompts if chunk.is_stream]:
+            finished.append(self._begin(strays))
+            finished[0].advance(None)
+        if begins := [chunk for chunk in prompts if not chunk.is_stream]:
+            self._pass = self._begin(begins)
         current = self._pass
         if current is not None:
             layers = self.policy.layers(current.num_rows) if beside else None

@@ -270,6 +270,7 @@ class Scheduler:
             block_ids=state.block_ids,
             wants_logits=end == len(state.token_ids),
             arrival=state.arrival,
+            is_stream=state.status is Status.DECODE,
             goes_ahead=goes_ahead,
         )
 

@@ -25,9 +25,10 @@ class Chunk:
         wants_logits: whether the last token's logits are needed (false for all but the last
             chunk of a prompt).
         arrival: number of the request in the order of arrival; unlike its id never used again.
+        is_stream: whether this is the newest token of a request that is past its prompt.
         goes_ahead: whether the token sampled here may be processed before anybody has looked at it:
             the request will want another one, reads nothing but the token, and has the block that
-            position needs. Set for all decode rows of a plan that go on, or for none.
+            position needs. Set for all streams of a plan that go on, or for none.
         prefill: which rows the last layers process; see engine.plan.replay.
         anchor: the request's first row whose output is wanted; 0 where prefill is off.
         scored_from: position of the first row that scores a prompt token.
@@ -42,6 +43,7 @@ class Chunk:
     block_ids: tuple[int, ...]
     wants_logits: bool
     arrival: int = 0
+    is_stream: bool = False
     goes_ahead: bool = False
     prefill: PrefillMode = "off"
     anchor: int = 0
