@@ -14,9 +14,13 @@ Where keys lie:
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from engine.kernels.attention_kernel import attend_kernel, combine_kernel
 from engine.kernels.rope import rotate_torch
 from engine.kernels.rows import Rows
 
@@ -114,3 +118,164 @@ def _entries_of(
     visible = j < (rows.positions[part, None] + 1) // ratio
     places = rows.tables[seq].long()[:, j // per_block] * per_block + j % per_block
     return flat[torch.where(visible, places, 0)], visible
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the work of a pass is cut.
+
+    Args:
+        heads: of a program, at least 16.
+        keys: of a tile.
+        splits: programs that share the keys of a row, each walking its own.
+        warps: per program.
+        stages: of the pipeline that loads keys. A key's place is loaded first, so that n tiles are
+            in flight while one is computed at 2 n + 1.
+    """
+
+    heads: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+
+
+#: Decode by rows of the pass, up to each: fewer programs per row where there are more rows.
+_DECODE = {
+    2: Tile(heads=16, keys=32, splits=16, warps=4, stages=3),
+    8: Tile(heads=16, keys=32, splits=8, warps=4, stages=3),
+    16: Tile(heads=16, keys=32, splits=4, warps=4, stages=5),
+    32: Tile(heads=32, keys=32, splits=4, warps=8, stages=5),
+    128: Tile(heads=64, keys=32, splits=2, warps=8, stages=5),
+}
+_PREFILL = Tile(heads=64, keys=32, splits=1, warps=8, stages=5)
+#: Without narrow tensor cores.
+_FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, stages=1)
+
+
+def tile_for(rows: Rows, heads: int, keys: int, dtype: torch.dtype) -> Tile:
+    """Choose the cut from host numbers.
+
+    Args:
+        rows: the pass.
+        heads: of the layer.
+        keys: most keys of a row.
+        dtype: of the queries.
+    """
+    tile = _PREFILL
+    if rows.is_decode:
+        tile = next((t for most, t in _DECODE.items() if rows.num_rows <= most), _PREFILL)
+    if dtype == torch.float32:
+        tile = _FLOAT32
+    splits = min(tile.splits, -(-keys // tile.keys))
+    most = 1 << max(heads - 1, 15).bit_length()
+    return Tile(min(tile.heads, most), tile.keys, splits, tile.warps, tile.stages)
+
+
+def attend_triton(
+    q: Tensor,
+    k_rows: Tensor,
+    ring: Tensor,
+    entries: Tensor | None,
+    choice: Tensor | None,
+    sink: Tensor,
+    rope: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    head_norm_eps: float | None,
+    window: int,
+    scale: float,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Run attend_torch as one kernel, or two where the keys of a row are split; D a power of two.
+
+    Args:
+        q: this and all others as for attend_torch.
+        k_rows: as above.
+        ring: as above.
+        entries: as above, of ring's dtype.
+        choice: as above.
+        sink: as above.
+        rope: as above.
+        rows: as above.
+        ratio: as above.
+        head_norm_eps: as above.
+        window: as above.
+        scale: as above.
+        tile: how to cut, else tile_for.
+
+    Raises:
+        ValueError: entries and ring differ in dtype, or the ring is not `window` wide.
+    """
+    width, dim = ring.shape[1:]
+    if width != window:
+        raise ValueError(f"window: expected the width of the ring, {width}, got {window}")
+    if entries is not None and entries.dtype != ring.dtype:
+        raise ValueError(f"entries: expected the ring's {ring.dtype}, got {entries.dtype}")
+    tokens, heads = rows.num_rows, sink.shape[0]
+    per_block = 1 if entries is None else entries.shape[1]
+    topk = 0 if choice is None else choice.shape[1]
+    most = 0
+    if entries is not None:
+        most = topk if choice is not None else rows.max_end // ratio
+    if tile is None:
+        tile = tile_for(rows, heads, window + most, q.dtype)
+    o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+    parts = sums = scratch = o
+    chosen = rows.tables if choice is None else choice
+    if tile.splits > 1:
+        shape = (tokens, tile.splits, heads)
+        parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+    attend_kernel[(tokens, -(-heads // tile.heads), tile.splits)](
+        q,
+        k_rows.to(ring.dtype),
+        ring,
+        ring if entries is None else entries,
+        chosen,
+        sink,
+        rope,
+        rows.positions,
+        rows.seq,
+        rows.slots,
+        rows.starts,
+        rows.first,
+        parts,
+        sums,
+        scratch,
+        heads,
+        topk,
+        chosen.stride(0),
+        scale * math.log2(math.e),
+        head_norm_eps or 0.0,
+        W=window,
+        D=dim,
+        R=rope.shape[-1],
+        RATIO=max(ratio, 1),
+        PER_BLOCK=per_block,
+        HAS_ENTRIES=entries is not None,
+        CHOICE=0 if choice is None else 1 << (topk - 1).bit_length(),
+        HEAD_NORM=head_norm_eps is not None,
+        IS_DECODE=rows.is_decode,
+        SPLITS=tile.splits,
+        M=tile.heads,
+        N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if tile.splits > 1:
+        combine_kernel[(tokens, heads)](
+            parts,
+            sums,
+            rope,
+            rows.positions,
+            o,
+            heads,
+            D=dim,
+            R=rope.shape[-1],
+            SPLITS=tile.splits,
+            PADDED=1 << (tile.splits - 1).bit_length(),
+            num_warps=4,
+        )
+    return o

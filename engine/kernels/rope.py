@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_compat import cast, tl, triton
+from engine.kernels.triton_compat import tl, triton
 
 #: Positions whose angles are worked out at a time, in float64.
 _CHUNK = 1 << 16
@@ -61,46 +61,18 @@ def rotate_torch(x: Tensor, rope: Tensor, positions: Tensor, *, inverse: bool = 
 
 
 @triton.jit
-def turns_device(rope, position, column, D: tl.constexpr, R: tl.constexpr):
-    """Factors of each column of a vector: x' = x * cos + partner * sin.
-
-    Args:
-        rope: pointer to the table.
-        position: int32 scalar, or a tensor that broadcasts with column.
-        column: int32 tensor; the partner of a column in the tail is column ^ 1.
-        D: width of the vectors.
-        R: pairs.
-
-    Returns:
-        cos and signed sin as float32 of the broadcast shape; 1 and 0 before the tail.
-    """
-    tail = column - (D - 2 * R)
-    real = (tail >= 0) & (column < D)
-    at = rope + position * (2 * R) + tail // 2
-    cos = tl.load(at, mask=real, other=1.0)
-    sin = tl.load(at + R, mask=real, other=0.0)
-    return cos, tl.where(tail % 2 == 0, -sin, sin)
-
-
-@triton.jit
-def turn_device(x, partner, cos, sin):
-    """Rotate x given the other member of each pair, factors of turns_device; keeps x's dtype."""
-    turned = x.to(tl.float32) * cos + partner.to(tl.float32) * sin
-    return cast(turned, x.dtype)
-
-
-@triton.jit
-def rotate_device(x, rope, positions, R: tl.constexpr):
+def rotate_device(x, rope, positions, R: tl.constexpr, INVERSE: tl.constexpr = False):
     """Rotate a float32 tile [M, N] that is in registers, row m to positions [M]; float32 back.
 
-    N is a power of two, at least 2 * R.
+    N is a power of two, at least 2 * R. INVERSE turns back.
     """
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    pair = tl.arange(0, N // 2) - (N // 2 - R)
-    turned = (pair >= 0)[None, :]
-    at = positions.to(tl.int64)[:, None] * (2 * R) + pair[None, :]
+    column = tl.arange(0, N) - (N - 2 * R)
+    turned = (column >= 0)[None, :]
+    at = positions.to(tl.int64)[:, None] * (2 * R) + (column // 2)[None, :]
     cos = tl.load(rope + at, mask=turned, other=1.0)
     sin = tl.load(rope + at + R, mask=turned, other=0.0)
-    even, odd = tl.split(tl.reshape(x, (M, N // 2, 2)))
-    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (M, N))
+    sin = tl.where((column % 2 == 0)[None, :] == INVERSE, sin, -sin)
+    partner = tl.reshape(tl.flip(tl.reshape(x, (M, N // 2, 2)), 2), (M, N))
+    return x * cos + partner * sin

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.rope import rotate_torch, turn_device, turns_device
+from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
@@ -113,16 +113,14 @@ def _window_keys(
     """One row a program."""
     row = tl.program_id(0)
     column = tl.arange(0, D)[None, :]
-    source = kv + row.to(tl.int64) * stride
-    x = tl.load(source + column)
-    partner = tl.load(source + (column ^ 1)).to(tl.float32)
+    x = tl.load(kv + row.to(tl.int64) * stride + column)
     wide = x.to(tl.float32)
     rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    x = cast(wide * rho * tl.load(norm_w + column).to(tl.float32), x.dtype)
-    partner = cast(partner * rho * tl.load(norm_w + (column ^ 1)).to(tl.float32), x.dtype)
+    normed = cast(wide * rho * tl.load(norm_w + column).to(tl.float32), x.dtype)
     position = tl.load(positions + row)
-    cos, sin = turns_device(rope, position, column, D, R)
-    x = round_trip_device(turn_device(x, partner, cos, sin), FORM, 2 * R)
+    at = tl.full((1,), 0, tl.int32) + position
+    turned = cast(rotate_device(normed.to(tl.float32), rope, at, R), x.dtype)
+    x = round_trip_device(turned, FORM, 2 * R)
     if HAS_RING:
         stored = cast(x.to(tl.float32), ring.dtype.element_ty)
         x = stored.to(tl.float32).to(x.dtype)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.attention import attend_torch
+from engine.kernels.attention import Tile, attend_torch, attend_triton
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
+from engine.kernels.window import store_window_torch
 from tests.engine.kernels.passes import DEVICE, Sequence, noise, poisoned, rows_of
 
 EPS = 1e-6
@@ -133,7 +136,7 @@ PREFILL = [
     Sequence(3, 5, 7),
     Sequence(1, 0, 3),
     Sequence(0, 0, 1),
-    Sequence(4, 30, 21),
+    Sequence(4, 30, 10),
     Sequence(2, 9, 1),
 ]
 DECODE = [
@@ -154,12 +157,6 @@ def test_torch_equals_the_reference(sequences, kind, head_norm):
     c = case(sequences, kind=kind, head_norm=head_norm)
     got = attend_torch(*c.args, **c.keywords)
     assert torch.allclose(got, by_the_rules(c), atol=2e-6)
-
-
-def shifted(c: Case, **changes: int) -> Case:
-    """The case with integers of its rows moved."""
-    moved = {name: getattr(c.rows, name) + by for name, by in changes.items()}
-    return Case((*c.args[:-1], replace(c.rows, **moved)), c.keywords)
 
 
 def changed(c: Case, place: int, value: Tensor) -> Case:
@@ -183,3 +180,114 @@ def test_planted_faults_show(fault):
     c = case(PREFILL, kind="choice")
     got = attend_torch(*FAULTS[fault](c).args, **FAULTS[fault](c).keywords)
     assert not torch.allclose(got, by_the_rules(c), atol=1e-3)
+
+
+TILES = {
+    "whole": Tile(16, 16, 1, 4, 2),
+    "split": Tile(16, 16, 3, 4, 2),
+    "warp groups": Tile(64, 16, 1, 8, 3),
+    "warp groups split": Tile(64, 16, 2, 8, 3),
+    "chosen": None,
+}
+
+
+def agree(got: Tensor, want: Tensor) -> bool:
+    """Equal up to the rounding of weights and outputs in the dtype."""
+    limit = 1e-5 if got.dtype == torch.float32 else 2e-2
+    return torch.allclose(got.float(), want.float(), atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequences", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_kernel_equals_torch(sequences, kind, tile):
+    """The kernel attends other keys than torch, or combines them otherwise."""
+    c = case(sequences, kind=kind)
+    got = attend_triton(*c.args, **c.keywords, tile=TILES[tile])
+    assert agree(got, attend_torch(*c.args, **c.keywords))
+
+
+@pytest.mark.parametrize("tile", ["split", "warp groups"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_equals_torch_in_bfloat16(kind, tile):
+    """In bfloat16 the kernel is off by more than roundings."""
+    c = case(DECODE, kind=kind, head_norm=False, heads=2, dtype=torch.bfloat16)
+    got = attend_triton(*c.args, **c.keywords, tile=TILES[tile])
+    assert agree(got, attend_torch(*c.args, **c.keywords))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kernel_is_seen_to_be_faulty(fault):
+    """The comparison with torch would not see this fault."""
+    c = case(DECODE, kind="choice")
+    wrong = FAULTS[fault](c)
+    got = attend_triton(*wrong.args, **wrong.keywords)
+    assert not agree(got, attend_torch(*c.args, **c.keywords))
+
+
+def test_mismatched_pools_are_refused():
+    """A ring of another width, or entries of another dtype, are read as if they fitted."""
+    c = case(DECODE, kind="all")
+    with pytest.raises(ValueError, match="window: expected the width of the ring, 8, got 4"):
+        attend_triton(*c.args, **c.keywords | {"window": 4})
+    narrow = changed(c, 3, c.args[3].bfloat16())
+    with pytest.raises(ValueError, match="entries: expected the ring's"):
+        attend_triton(*narrow.args, **narrow.keywords)
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_division_into_passes_gives_the_same(data):
+    """A token's attention depends on how the tokens before it were cut into passes."""
+    length = data.draw(st.integers(1, 30))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=4))})
+    k, q = noise(length, 32, seed=1), noise(length, 4 * 32, seed=2)
+    sink, rope = noise(4, seed=3), rope_table(FREQS.to(DEVICE), 64)
+    keywords = {"ratio": 0, "head_norm_eps": None, "window": 8, "scale": 0.2}
+    found = []
+    ring = poisoned(2, 8, 32, dtype=torch.float32)
+    for first, last in pairwise(cuts):
+        rows = rows_of([Sequence(1, first, last - first)], block_size=64, num_blocks=2)
+        part = q[first:last], k[first:last], ring, None, None, sink, rope, rows
+        found.append(attend_torch(*part, **keywords))
+        store_window_torch(k[first:last], rows, ring)
+    rows = rows_of([Sequence(1, 0, length)], block_size=64, num_blocks=2)
+    ring = poisoned(2, 8, 32, dtype=torch.float32)
+    whole = attend_torch(q, k, ring, None, None, sink, rope, rows, **keywords)
+    assert torch.allclose(torch.cat(found), whole, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_norm", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 3, 17, 64, 65])
+def test_real_widths_decode(tokens, kind, head_norm):
+    """At real widths and batches the kernel differs from torch."""
+    starts = [Sequence(1 + i, (997 * i) % 3000, 1) for i in range(tokens)]
+    same_at_real_widths(starts, kind, head_norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_widths_prefill(kind):
+    """At real widths a mixed pass differs from torch."""
+    same_at_real_widths(
+        [Sequence(1, 0, 300), Sequence(2, 777, 200), Sequence(3, 1500, 1)], kind, True
+    )
+
+
+def same_at_real_widths(sequences: list[Sequence], kind: str, head_norm: bool) -> None:
+    """Compare in bfloat16, 64 heads of 512, window 128, at most 512 entries of 4 or 128 tokens."""
+    c = case(
+        sequences,
+        kind=kind,
+        heads=64,
+        dim=512,
+        window=128,
+        ratio=128 if kind == "all" else 4,
+        topk=512,
+        head_norm=head_norm,
+        block_size=256,
+        dtype=torch.bfloat16,
+    )
+    assert agree(attend_triton(*c.args, **c.keywords), attend_torch(*c.args, **c.keywords))

@@ -1,0 +1,236 @@
+"""Attention kernels on a GPU at V4's widths: microseconds, bytes and FLOP per second by cut.
+
+    python -m bench.micro.attention [--quick]
+
+Decode rows are timed over the pools of several layers in turn, so that the L2 cache does not
+flatter; a figure is per layer. Times are of a replayed CUDA graph, the median of several replays.
+First every cut is compared with the torch form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.attention import Tile, attend_torch, attend_triton, tile_for
+from engine.kernels.rope import rope_table
+from engine.kernels.rows import Rows
+from engine.kernels.window import window_keys_triton
+
+HEADS, DIM, WINDOW, TOPK, PAIRS, BLOCK = 64, 512, 128, 512, 32, 256
+#: Memory read per second that this machine's HBM gives, and dense bfloat16 products.
+READ, PRODUCTS = 4.43e12, 790e12
+LAYERS = 6
+
+DECODE_TILES = [
+    Tile(16, 32, 16, 4, 3),
+    Tile(16, 32, 8, 4, 3),
+    Tile(16, 32, 4, 4, 5),
+    Tile(16, 64, 10, 4, 2),
+    Tile(16, 64, 5, 4, 2),
+    Tile(32, 32, 8, 8, 5),
+    Tile(32, 32, 4, 8, 5),
+    Tile(32, 32, 2, 8, 5),
+    Tile(64, 32, 4, 8, 5),
+    Tile(64, 32, 2, 8, 5),
+    Tile(64, 64, 2, 8, 3),
+    Tile(64, 32, 1, 8, 5),
+]
+PREFILL_TILES = [
+    Tile(64, 64, 1, 8, 3),
+    Tile(64, 64, 1, 8, 2),
+    Tile(64, 32, 1, 8, 3),
+    Tile(64, 32, 1, 8, 5),
+    Tile(64, 32, 1, 8, 7),
+]
+
+
+@dataclass
+class Layer:
+    """What one layer's attention takes."""
+
+    args: tuple[Tensor | Rows | None, ...]
+    keywords: dict[str, object]
+
+
+def layer(rows: Rows, kind: str, seed: int) -> Layer:
+    """Give random queries, keys and pools in bfloat16.
+
+    Args:
+        rows: the pass; its tables name the blocks.
+        kind: "window", "choice" (of entries of 4 tokens) or "all" (entries of 128 tokens).
+        seed: of the numbers.
+    """
+    torch.manual_seed(seed)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    tokens, ratio = rows.num_rows, {"window": 0, "choice": 4, "all": 128}[kind]
+    entries = choice = None
+    if ratio:
+        blocks = int(rows.tables.max()) + 1
+        entries = torch.randn(blocks, BLOCK // ratio, DIM, **options)
+    if kind == "choice":
+        visible = (rows.positions + 1) // ratio
+        # a random ascending choice: one entry of each of TOPK equal stretches
+        step = visible[:, None] / TOPK
+        shift = torch.rand(tokens, TOPK, device="cuda")
+        entry = ((torch.arange(TOPK, device="cuda") + shift) * step).long()
+        entry = torch.where(visible[:, None] >= TOPK, entry, torch.arange(TOPK, device="cuda"))
+        n = BLOCK // ratio
+        table = rows.tables[rows.seq.long()].long()
+        real = entry < visible[:, None]
+        entry = torch.where(real, entry, 0)
+        places = table.gather(1, entry // n) * n + entry % n
+        choice = torch.where(real, places, -1).int()
+    freqs = reference.rope_frequencies(2 * PAIRS, 160000.0).cuda()
+    args = (
+        torch.randn(tokens, HEADS * DIM, **options),
+        torch.randn(tokens, DIM, **options),
+        torch.randn(rows.num_sequences + 1, WINDOW, DIM, **options),
+        entries,
+        choice,
+        torch.randn(HEADS, device="cuda"),
+        rope_table(freqs, rows.max_end),
+        rows,
+    )
+    keywords = {"ratio": ratio, "head_norm_eps": 1e-6, "window": WINDOW, "scale": DIM**-0.5}
+    return Layer(args, keywords)
+
+
+def rows_of(starts: list[int], length: int) -> Rows:
+    """Sequences of `length` rows, with blocks in random order."""
+    count = len(starts)
+    blocks = -(-(max(starts) + length) // BLOCK)
+    order = 1 + torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0))
+
+    def ints(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+    return Rows(
+        ids=torch.zeros(count * length, dtype=torch.int64, device="cuda"),
+        positions=ints(p for s in starts for p in range(s, s + length)),
+        seq=ints(i for i in range(count) for _ in range(length)),
+        slots=ints(range(1, count + 1)),
+        starts=ints(starts),
+        first=ints(i * length for i in range(count)),
+        lengths=ints([length] * count),
+        tables=order.view(count, blocks).int().cuda(),
+        block_size=BLOCK,
+        max_length=length,
+        max_end=max(starts) + length,
+    )
+
+
+def microseconds(work: Callable[[], object], repeats: int) -> float:
+    """Median time of a replayed graph of `work`."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) * 1e3)
+    return statistics.median(times)
+
+
+def keys_read(one: Layer) -> int:
+    """Keys that the rows of a pass attend in all."""
+    rows = one.args[-1]
+    assert isinstance(rows, Rows)
+    keys = (rows.positions + 1).clamp(max=WINDOW).sum()
+    choice, ratio = one.args[4], one.keywords["ratio"]
+    if isinstance(choice, Tensor):
+        keys = keys + (choice >= 0).sum()
+    elif ratio:
+        keys = keys + ((rows.positions + 1) // ratio).sum()
+    return int(keys)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference relative to the largest value."""
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+def measure(name: str, layers: list[Layer], tiles: list[Tile], repeats: int) -> None:
+    """Print one line per cut, fastest first."""
+    one = layers[0]
+    rows = one.args[-1]
+    assert isinstance(rows, Rows)
+    tokens, keys = rows.num_rows, keys_read(one)
+    moved = 2 * (keys * DIM + 2 * tokens * HEADS * DIM)
+    products = keys * HEADS * DIM * 4
+    ratio, choice = one.keywords["ratio"], one.args[4]
+    most = TOPK if choice is not None else rows.max_end // ratio if ratio else 0
+    shipped = tile_for(rows, HEADS, WINDOW + most, torch.bfloat16)
+    want = attend_torch(*one.args, **one.keywords) if tokens <= 2048 else None
+    found = []
+    for tile in dict.fromkeys([*tiles, shipped]):
+        try:
+            got = attend_triton(*one.args, **one.keywords, tile=tile)
+        except Exception as failure:  # a cut may need more than the device has
+            print(f"{name} {tile}: {type(failure).__name__}: {str(failure)[:90]}")
+            continue
+        wrong = float("nan") if want is None else error(got, want)
+
+        def work(tile: Tile = tile) -> None:
+            for each in layers:
+                attend_triton(*each.args, **each.keywords, tile=tile)
+
+        found.append((microseconds(work, repeats) / len(layers), tile, wrong))
+    for time, tile, wrong in sorted(found, key=lambda row: row[0]):
+        cut = (
+            f"{tile.heads}x{tile.keys} splits {tile.splits} warps {tile.warps} stages {tile.stages}"
+        )
+        print(
+            f"{name:24} {time:9.1f} us {moved / time / READ * 1e8:5.1f}% read "
+            f"{products / time / 1e6:6.1f} TFLOP/s  error {wrong:.1e}  {cut}"
+            f"{'  <- shipped' if tile == shipped else ''}"
+        )
+
+
+def main() -> None:
+    """Run the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    quick = parser.parse_args().quick
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for batch in (1, 64) if quick else (1, 4, 16, 64):
+        rows = rows_of([8000 + 61 * i for i in range(batch)], 1)
+        for kind in ("choice",) if quick else ("window", "choice", "all"):
+            layers = [layer(rows, kind, seed) for seed in range(LAYERS)]
+            tiles = DECODE_TILES if kind == "choice" else []
+            measure(f"decode {kind} B={batch}", layers, tiles, 20)
+    for length in (1024,) if quick else (1024, 8192):
+        for kind in ("choice",) if quick else ("window", "choice", "all"):
+            rows = rows_of([0 if length > 1024 else 4096], length)
+            tiles = PREFILL_TILES if kind == "choice" else []
+            measure(f"prefill {kind} T={length}", [layer(rows, kind, 0)], tiles, 5)
+    for batch in (1, 64):
+        rows = rows_of([8000 + i for i in range(batch)], 1)
+        args = layer(rows, "window", 0).args
+        kv, norm_w = torch.randn(batch, 1536, device="cuda").bfloat16(), torch.ones(512).cuda()
+
+        def keys(args: tuple[Tensor | Rows | None, ...] = args, kv: Tensor = kv) -> None:
+            for _ in range(LAYERS):
+                window_keys_triton(
+                    kv[:, 1024:], norm_w, 1e-6, args[6], args[7], args[2],
+                    form="fp8_64_tail", store=True,
+                )  # fmt: skip
+
+        print(f"window_keys B={batch}: {microseconds(keys, 20) / LAYERS:.2f} us")
+
+
+if __name__ == "__main__":
+    main()

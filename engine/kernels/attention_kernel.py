@@ -1,0 +1,246 @@
+"""The kernel of attention: some heads of one row over a share of the row's keys.
+
+A row's keys are numbered: 0..W-1 the window, oldest first, so that number i is position
+p - W + 1 + i; from W on the compressed entries. Those that exist are one range without gaps, so a
+program walks tiles of that range alone, whatever they are made of.
+"""
+
+from __future__ import annotations
+
+from engine.kernels.rope import rotate_device
+from engine.kernels.triton_compat import cast, dot, tl, triton
+
+
+@triton.jit
+def load_queries_device(
+    q, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr, HEAD_NORM: tl.constexpr
+):
+    """Queries of some heads of a row, normed and rotated [M, D]; zero for heads beyond H.
+
+    Args:
+        q: pointer to the row.
+        rope: pointer to the table.
+        position: of the row.
+        head: int32 [M].
+        H: heads.
+        eps: of the head norm.
+        D: head width.
+        R: rotary pairs.
+        HEAD_NORM: whether there is one.
+    """
+    column = tl.arange(0, D)[None, :]
+    x = tl.load(q + head[:, None] * D + column, mask=(head < H)[:, None], other=0.0)
+    wide = x.to(tl.float32)
+    if HEAD_NORM:
+        rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+        wide = cast(wide * rho, x.dtype).to(tl.float32)
+    at = tl.zeros((1,), tl.int32) + position
+    return cast(rotate_device(wide, rope, at, R), x.dtype)
+
+
+@triton.jit
+def key_rows_device(
+    number,
+    real,
+    position,
+    start,
+    own,
+    kept,
+    entries,
+    chosen,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+):
+    """Pointers to keys by number [N].
+
+    Args:
+        number: int32 [N].
+        real: bool [N], which may be looked up.
+        position: of the row.
+        start: position of the first row of its sequence in this pass.
+        own: pointer to that row's key in k_rows.
+        kept: pointer to the sequence's ring.
+        entries: pointer to the pool of entries.
+        chosen: pointer to the row's choice, or to its sequence's block table.
+        W: window.
+        D: head width.
+        PER_BLOCK: entries in a block.
+        HAS_CHOICE: what `chosen` is.
+        HAS_ENTRIES: whether there are any.
+    """
+    at = position - (W - 1) + number
+    key = tl.where(at >= start, own + (at - start).to(tl.int64) * D, kept + (at % W) * D)
+    if HAS_ENTRIES:
+        entry = number - W
+        is_entry = real & (entry >= 0)
+        if HAS_CHOICE:
+            place = tl.load(chosen + entry, mask=is_entry, other=0)
+        else:
+            block = tl.load(chosen + entry // PER_BLOCK, mask=is_entry, other=0)
+            place = block * PER_BLOCK + entry % PER_BLOCK
+        key = tl.where(entry >= 0, entries + place.to(tl.int64) * D, key)
+    return key
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k_rows,
+    ring,
+    entries,
+    chosen,
+    sink,
+    rope,
+    positions,
+    seq,
+    slots,
+    starts,
+    first,
+    o,
+    sums,
+    scratch,
+    H,
+    topk,
+    chosen_stride,
+    scale,
+    eps,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    RATIO: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+    CHOICE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Program (row, M heads, split). With one split: final output; else its part, for combine.
+
+    o: [T, H * D], or float32 [T, SPLITS, H, D], not divided. sums: float32 [T, SPLITS, H, 2], the
+    maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D], used from M = 64
+    on; may be o. scale is times log2(e). chosen: the choice, CHOICE topk's next power of two; or the
+    block tables, CHOICE 0, to attend all entries.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1) * M + tl.arange(0, M)
+    split = tl.program_id(2)
+    position = tl.load(positions + row)
+    if IS_DECODE:
+        sequence = row
+        start = position
+        first_row = row
+    else:
+        sequence = tl.load(seq + row)
+        start = tl.load(starts + sequence)
+        first_row = tl.load(first + sequence)
+
+    begin = tl.maximum(W - 1 - position, 0)
+    end = W
+    if HAS_ENTRIES:
+        if CHOICE > 0:
+            chosen += row.to(tl.int64) * chosen_stride
+            at = tl.arange(0, CHOICE)
+            places = tl.load(chosen + at, mask=at < topk, other=-1)
+            end += tl.sum((places >= 0).to(tl.int32), axis=0)
+        else:
+            chosen += sequence.to(tl.int64) * chosen_stride
+            end += (position + 1) // RATIO
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - begin, N), SPLITS) * N
+        begin = begin + split * share
+        end = tl.minimum(begin + share, end)
+    own = k_rows + first_row.to(tl.int64) * D
+    kept = ring + tl.load(slots + sequence).to(tl.int64) * (W * D)
+
+    queries = load_queries_device(
+        q + row.to(tl.int64) * (H * D), rope, position, head, H, eps, D, R, HEAD_NORM
+    )
+    column = tl.arange(0, D)[None, :]
+    if M >= 64:
+        # Tensor cores of warp groups read a left operand from shared memory only if it was
+        # loaded; from registers it would take all that the accumulator leaves.
+        own_copy = scratch + row.to(tl.int64) * (H * D) + head[:, None] * D + column
+        tl.store(own_copy, queries, mask=(head < H)[:, None])
+        tl.debug_barrier()
+        queries = tl.load(own_copy, mask=(head < H)[:, None], other=0.0)
+    # The sink is a key of weight 1 at first, with no value; one split takes it in.
+    top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
+    total = tl.full((M,), 1.0, tl.float32)
+    if SPLITS > 1:
+        top = tl.where(split == 0, top, float("-inf"))
+        total = tl.where(split == 0, total, 0.0)
+    acc = tl.zeros((M, D), tl.float32)
+    for tile in range(begin, end, N):
+        number = tile + tl.arange(0, N)
+        real = number < end
+        key = key_rows_device(
+            number, real, position, start, own, kept, entries, chosen,
+            W, D, PER_BLOCK, CHOICE > 0, HAS_ENTRIES,
+        )  # fmt: skip
+        keys = tl.load(key[:, None] + column, mask=real[:, None], other=0.0).to(queries.dtype)
+        whole = tl.zeros((M, N), tl.float32)
+        if M < 64:
+            scores = dot(queries, tl.trans(keys), whole) * scale
+            scores = tl.where(real[None, :], scores, float("-inf"))
+        # Where a product is not seen to lead straight to the next one, the compiler shares its
+        # columns among the warp groups instead of computing all of them in each.
+        elif tile + N <= end:
+            scores = dot(queries, tl.trans(keys), whole) * scale
+        else:
+            scores = dot(queries, tl.trans(keys), whole) * scale
+            scores = tl.where(real[None, :], scores, float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - peak[:, None])
+        fade = tl.exp2(top - peak)
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = dot(cast(weights, keys.dtype), keys, acc * fade[:, None])
+        top = peak
+
+    there = (head < H)[:, None]
+    if SPLITS == 1:
+        at = tl.zeros((1,), tl.int32) + position
+        acc = rotate_device(acc / total[:, None], rope, at, R, True)
+        target = o + row.to(tl.int64) * (H * D) + head[:, None] * D + column
+        tl.store(target, cast(acc, o.dtype.element_ty), mask=there)
+    else:
+        part = (row.to(tl.int64) * SPLITS + split) * H + head
+        tl.store(sums + part * 2, top, mask=head < H)
+        tl.store(sums + part * 2 + 1, total, mask=head < H)
+        tl.store(o + part[:, None] * D + column, acc, mask=there & (total > 0.0)[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    sums,
+    rope,
+    positions,
+    o,
+    H,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Program (row, head): the parts of attend_kernel, weighted, divided and rotated back."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.arange(0, PADDED)
+    at = (row.to(tl.int64) * SPLITS + split) * H + head
+    real = split < SPLITS
+    top = tl.load(sums + at * 2, mask=real, other=float("-inf"))
+    total = tl.load(sums + at * 2 + 1, mask=real, other=0.0)
+    weight = tl.exp2(top - tl.max(top, axis=0))
+    column = tl.arange(0, D)[None, :]
+    # A split without keys wrote no part; the sink alone makes split 0 count.
+    part = tl.load(parts + at[:, None] * D + column, mask=(total > 0.0)[:, None], other=0.0)
+    mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    position = tl.zeros((1,), tl.int32) + tl.load(positions + row)
+    turned = rotate_device(tl.reshape(mixed, (1, D)), rope, position, R, True)
+    tl.store(o + (row.to(tl.int64) * H + head) * D + column, cast(turned, o.dtype.element_ty))
