@@ -10,13 +10,14 @@ First every cut is compared with the torch form.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from bench.micro.timing import BANDWIDTH, RATE, replayed_us
 from engine.kernels import reference
 from engine.kernels.attention import Tile, attend_torch, attend_triton, tile_for
 from engine.kernels.rope import rope_table
@@ -24,8 +25,6 @@ from engine.kernels.rows import Rows
 from engine.kernels.window import window_keys_triton
 
 HEADS, DIM, WINDOW, TOPK, PAIRS, BLOCK = 64, 512, 128, 512, 32, 256
-#: Memory read per second that this machine's HBM gives, and dense bfloat16 products.
-READ, PRODUCTS = 4.43e12, 790e12
 LAYERS = 6
 
 DECODE_TILES = [
@@ -126,25 +125,6 @@ def rows_of(starts: list[int], length: int) -> Rows:
     )
 
 
-def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """Median time of a replayed graph of `work`."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) * 1e3)
-    return statistics.median(times)
-
-
 def keys_read(one: Layer) -> int:
     """Keys that the rows of a pass attend in all."""
     rows = one.args[-1]
@@ -163,7 +143,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def measure(name: str, layers: list[Layer], tiles: list[Tile], repeats: int) -> None:
+def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     """Print one line per cut, fastest first."""
     one = layers[0]
     rows = one.args[-1]
@@ -184,18 +164,15 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile], repeats: int) -> 
             continue
         wrong = float("nan") if want is None else error(got, want)
 
-        def work(tile: Tile = tile) -> None:
-            for each in layers:
-                attend_triton(*each.args, **each.keywords, tile=tile)
-
-        found.append((microseconds(work, repeats) / len(layers), tile, wrong))
+        calls = [partial(attend_triton, *a.args, **a.keywords, tile=tile) for a in layers]
+        found.append((replayed_us(calls), tile, wrong))
     for time, tile, wrong in sorted(found, key=lambda row: row[0]):
         cut = (
             f"{tile.heads}x{tile.keys} splits {tile.splits} warps {tile.warps} stages {tile.stages}"
         )
         print(
-            f"{name:24} {time:9.1f} us {moved / time / READ * 1e8:5.1f}% read "
-            f"{products / time / 1e6:6.1f} TFLOP/s  error {wrong:.1e}  {cut}"
+            f"{name:24} {time:9.1f} us {moved / time / BANDWIDTH * 1e8:5.1f}% read "
+            f"{products / time / 1e6:6.1f} TFLOP/s = {products / time / RATE * 1e8:4.1f}%  error {wrong:.1e}  {cut}"
             f"{'  <- shipped' if tile == shipped else ''}"
         )
 
@@ -211,25 +188,28 @@ def main() -> None:
         for kind in ("choice",) if quick else ("window", "choice", "all"):
             layers = [layer(rows, kind, seed) for seed in range(LAYERS)]
             tiles = DECODE_TILES if kind == "choice" else []
-            measure(f"decode {kind} B={batch}", layers, tiles, 20)
+            measure(f"decode {kind} B={batch}", layers, tiles)
     for length in (1024,) if quick else (1024, 8192):
         for kind in ("choice",) if quick else ("window", "choice", "all"):
             rows = rows_of([0 if length > 1024 else 4096], length)
             tiles = PREFILL_TILES if kind == "choice" else []
-            measure(f"prefill {kind} T={length}", [layer(rows, kind, 0)], tiles, 5)
+            measure(f"prefill {kind} T={length}", [layer(rows, kind, 0)], tiles)
     for batch in (1, 64):
         rows = rows_of([8000 + i for i in range(batch)], 1)
         args = layer(rows, "window", 0).args
-        kv, norm_w = torch.randn(batch, 1536, device="cuda").bfloat16(), torch.ones(512).cuda()
-
-        def keys(args: tuple[Tensor | Rows | None, ...] = args, kv: Tensor = kv) -> None:
-            for _ in range(LAYERS):
-                window_keys_triton(
-                    kv[:, 1024:], norm_w, 1e-6, args[6], args[7], args[2],
-                    form="fp8_64_tail", store=True,
-                )  # fmt: skip
-
-        print(f"window_keys B={batch}: {microseconds(keys, 20) / LAYERS:.2f} us")
+        kv = torch.randn(batch, 1536, device="cuda", dtype=torch.bfloat16)[:, 1024:]
+        call = partial(
+            window_keys_triton,
+            kv,
+            torch.ones(DIM, device="cuda"),
+            1e-6,
+            args[6],
+            rows,
+            args[2],
+            form="fp8_64_tail",
+            store=True,
+        )
+        print(f"window_keys B={batch}: {replayed_us([call] * LAYERS):.2f} us")
 
 
 if __name__ == "__main__":
