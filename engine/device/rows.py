@@ -52,5 +52,6 @@ def build_rows(
         block_size=block_size,
         max_length=int(lengths.max()),
         max_end=int((starts + lengths).max()),
+        spans=tuple(zip(first.tolist(), lengths.tolist(), starts.tolist(), strict=True)),
     )
     return rows, put(np.array(wanted, np.int64))

@@ -12,12 +12,15 @@ host: it knows only how many tiles there can be.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.rows import Rows
+
+Scoring = Literal["sqrtsoftplus", "softmax"]
 
 #: Most rows that take the kernels bound by the reading of weights.
 DECODE_ROWS = 64
@@ -103,6 +106,7 @@ def route_torch(
     scaling: float,
     image: Tensor | None = None,
     image_bias: Tensor | None = None,
+    scoring: Scoring = "sqrtsoftplus",
 ) -> Routing:
     """Choose experts; rows of slot 0 (padding) reach none.
 
@@ -110,22 +114,27 @@ def route_torch(
         x: [T, d], not rounded.
         gate: [E, d], bfloat16 or float32.
         bias: float32 [E] of a learned layer, else None.
-        table: integer [V, k] of a hash layer, else None; exactly one of the two is given.
+        table: integer [V, k] of a hash layer, else None; exactly one of the two is given with
+            sqrtsoftplus, none with softmax.
         rows: of the pass.
         k: experts of a row.
         scaling: routed_scaling_factor.
         image: bool [T], rows of image tokens, for which image_bias replaces bias.
         image_bias: float32 [E].
+        scoring: "sqrtsoftplus" (DeepSeek), or "softmax" over all experts (Qwen3).
 
     Returns:
         The routing.
 
     Raises:
-        ValueError: both or neither of bias and table are given.
+        ValueError: bias and table do not fit the scoring.
     """
-    _check_choice(bias, table)
-    scores = reference.sqrt_softplus(x.float() @ gate.float().t())
-    if table is not None:
+    _check_choice(bias, table, scoring)
+    logits = x.float() @ gate.float().t()
+    scores = logits.softmax(-1) if scoring == "softmax" else reference.sqrt_softplus(logits)
+    if scoring == "softmax":
+        experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    elif table is not None:
         experts = table.index_select(0, rows.ids).long()
     else:
         assert bias is not None
@@ -140,7 +149,10 @@ def route_torch(
     return Routing(experts, weights, *group_torch(experts, len(gate)))
 
 
-def _check_choice(bias: Tensor | None, table: Tensor | None) -> None:
-    if (bias is None) == (table is None):
-        given = "neither" if bias is None else "both"
-        raise ValueError(f"route: expected a bias or a table of experts, got {given}")
+def _check_choice(bias: Tensor | None, table: Tensor | None, scoring: Scoring) -> None:
+    given = (bias is not None) + (table is not None)
+    wanted = 0 if scoring == "softmax" else 1
+    if given != wanted:
+        raise ValueError(
+            f"route: expected {wanted} of bias and table of experts for {scoring}, got {given}"
+        )

@@ -31,6 +31,8 @@ class Rows:
         block_size: tokens a block covers.
         max_length: most rows of a sequence in this pass; 1 for pure decode.
         max_end: no sequence ends this pass beyond this position (an upper bound).
+        spans: (first, length, start) of each sequence as host numbers; empty in a pass that is
+            captured, where the device alone knows them.
     """
 
     ids: Tensor
@@ -44,6 +46,7 @@ class Rows:
     block_size: int
     max_length: int
     max_end: int
+    spans: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,321 @@
+"""Qwen3-MoE over packed weights, in the operations that DeepSeek's model uses, and grouped attention.
+
+The second architecture, for figures that others publish. Experts lie where `Placement` puts them,
+resident or paged, so the same model runs larger than the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.api import EngineError
+from engine.kernels import gqa
+from engine.kernels.formats import Matrix
+from engine.kernels.ops import Implementation, Ops, ops
+from engine.kernels.rope import rope_table
+from engine.kernels.rows import Rows
+from engine.model.experts import Experts, Placement
+from engine.qwen3_config import Qwen3Config
+
+
+class QwenPool(Protocol):
+    """Keys and values per layer, [blocks, block_size, Hkv, D] each; engine.device.qwen_pool."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+class QwenSource(Protocol):
+    """Where weights come from, by the names of the official checkpoints."""
+
+    def get(self, name: str) -> Tensor:
+        """Tensor of a name, on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class QwenLayer:
+    """One layer: qkv [(H + 2 * Hkv) * D, d], out [d, H * D], router [E, d]."""
+
+    input_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Matrix
+    post_norm: Tensor
+    gate: Tensor
+    experts: Experts
+
+
+class Qwen3Model:
+    """A loaded model; immutable.
+
+    Args:
+        config: of the model.
+        source: of the weights.
+        placement: where experts go.
+        kernels: the operations.
+        max_model_len: positions the rotary table covers.
+        dtype: of weights and activations: bfloat16, or float32 in tests.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        source: QwenSource,
+        placement: Placement,
+        kernels: Ops,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config = config
+        self.ops = kernels
+        self.dtype = dtype
+        self._source = source
+        self._placement = placement
+        self.embed = self._cast("model.embed_tokens.weight")
+        self.norm = self._cast("model.norm.weight")
+        self.head = Matrix("plain", self._cast("lm_head.weight"))
+        self.layers = tuple(self._layer(i) for i in range(config.num_hidden_layers))
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        freqs = (config.rope_theta**-half).to(self.embed.device)
+        self._rope = rope_table(freqs, max_model_len)
+        triton = kernels.name == "triton"
+        self._prepare = gqa.prepare_qkv_triton if triton else gqa.prepare_qkv_torch
+        self._attend = gqa.attend_gqa_triton if triton else gqa.attend_gqa_torch
+        self._add_norm = gqa.add_norm_triton if triton else gqa.add_norm_torch
+
+    def decode(self, rows: Rows, pool: QwenPool) -> Tensor:
+        """Give float32 logits [T, V] of one row a sequence; capturable."""
+        *_, (h, parts) = self._run(rows, pool)
+        return self._logits(h, parts)
+
+    def prefill(self, rows: Rows, pool: QwenPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
+        """Process chunks; yields None between layers, lastly float32 logits [L, V]."""
+        for state in self._run(rows, pool):  # noqa: B007 - the last one is needed
+            yield None
+        h, parts = (t.index_select(0, logit_rows) for t in state)
+        yield self._logits(h, parts)
+
+    def _run(self, rows: Rows, pool: QwenPool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield residual [T, d] and the summands [T, P, d] still to be added, after each layer."""
+        c = self.config
+        h, parts = F.embedding(rows.ids, self.embed), None
+        for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
+            h, x = self._add_norm(h, parts, layer.input_norm, c.rms_norm_eps)
+            q = self._prepare(
+                self.ops.linear(x, layer.qkv),
+                layer.q_norm,
+                layer.k_norm,
+                c.rms_norm_eps,
+                self._rope,
+                rows,
+                keys,
+                values,
+                heads=c.num_attention_heads,
+            )
+            o = self.ops.linear(self._attend(q, keys, values, rows), layer.out)
+            h, x = self._add_norm(h, o[:, None], layer.post_norm, c.rms_norm_eps)
+            routing = self.ops.route(
+                x,
+                layer.gate,
+                None,
+                None,
+                rows,
+                k=c.num_experts_per_tok,
+                scaling=1.0,
+                scoring="softmax",
+            )
+            parts = layer.experts.run(
+                self.ops, x, routing, None, None, limit=float("inf"), act_group=None
+            )
+            yield h, parts
+
+    def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
+        _, x = self._add_norm(h, parts, self.norm, self.config.rms_norm_eps)
+        return self.ops.linear(x, self.head, out_dtype=torch.float32)
+
+    def _cast(self, name: str) -> Tensor:
+        return self._source.get(name).to(self.dtype)
+
+    def _layer(self, index: int) -> QwenLayer:
+        name = f"model.layers.{index}."
+        attn, mlp = name + "self_attn.", name + "mlp."
+
+        def plain(*names: str) -> Matrix:
+            return Matrix("plain", torch.cat([self._cast(n + ".weight") for n in names]))
+
+        count = self.config.num_experts
+        experts = (
+            (plain(f"{one}gate_proj", f"{one}up_proj"), plain(f"{one}down_proj"))
+            for one in (f"{mlp}experts.{e}." for e in range(count))
+        )
+        return QwenLayer(
+            input_norm=self._cast(name + "input_layernorm.weight"),
+            qkv=plain(attn + "q_proj", attn + "k_proj", attn + "v_proj"),
+            q_norm=self._cast(attn + "q_norm.weight"),
+            k_norm=self._cast(attn + "k_norm.weight"),
+            out=plain(attn + "o_proj"),
+            post_norm=self._cast(name + "post_attention_layernorm.weight"),
+            gate=self._cast(mlp + "gate.weight"),
+            experts=self._placement.place(index, experts, count),
+        )
+
+
+def tensor_shapes(c: Qwen3Config) -> dict[str, tuple[int, ...]]:
+    """Official name -> shape of every tensor of a checkpoint."""
+    d, inner, dim = c.hidden_size, c.moe_intermediate_size, c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, d),
+        "model.norm.weight": (d,),
+        "lm_head.weight": (c.vocab_size, d),
+    }
+    for index in range(c.num_hidden_layers):
+        name = f"model.layers.{index}."
+        shapes |= {
+            name + "input_layernorm.weight": (d,),
+            name + "post_attention_layernorm.weight": (d,),
+            name + "self_attn.q_proj.weight": (c.num_attention_heads * dim, d),
+            name + "self_attn.k_proj.weight": (c.num_key_value_heads * dim, d),
+            name + "self_attn.v_proj.weight": (c.num_key_value_heads * dim, d),
+            name + "self_attn.o_proj.weight": (d, c.num_attention_heads * dim),
+            name + "self_attn.q_norm.weight": (dim,),
+            name + "self_attn.k_norm.weight": (dim,),
+            name + "mlp.gate.weight": (c.num_experts, d),
+        }
+        for expert in range(c.num_experts):
+            one = f"{name}mlp.experts.{expert}."
+            shapes |= {
+                one + "gate_proj.weight": (inner, d),
+                one + "up_proj.weight": (inner, d),
+                one + "down_proj.weight": (d, inner),
+            }
+    return shapes
+
+
+class QwenCheckpoint:
+    """Weights of a folder of safetensors files in the official layout.
+
+    Args:
+        path: the folder.
+        config: of the model.
+        device: where tensors go.
+
+    Raises:
+        EngineError: listing every missing, misshapen and unknown tensor.
+    """
+
+    def __init__(self, path: Path, config: Qwen3Config, device: torch.device) -> None:
+        self._device = device
+        self._files: dict[str, Path] = {}
+        wanted, problems = tensor_shapes(config), []
+        for file in sorted(path.glob("model*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
+                    self._files[name] = file
+                    shape = tuple(opened.get_slice(name).get_shape())
+                    if name not in wanted:
+                        problems.append(f"{name}: unknown, {list(shape)}")
+                    elif shape != wanted[name]:
+                        problems.append(f"{name}: expected {list(wanted[name])}, got {list(shape)}")
+        problems += [
+            f"{n}: missing, expected {list(s)}" for n, s in wanted.items() if n not in self._files
+        ]
+        if problems:
+            raise EngineError(f"{path}: " + "; ".join(problems))
+
+    def get(self, name: str) -> Tensor:
+        """Read a tensor."""
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor.to(self._device)
+
+
+class QwenRandom:
+    """Weights drawn from a seed and each tensor's name, about 1 / sqrt(K) wide.
+
+    Args:
+        config: of the model.
+        device: where tensors go.
+        seed: of all draws.
+    """
+
+    def __init__(self, config: Qwen3Config, device: torch.device, seed: int = 0) -> None:
+        self._shapes = tensor_shapes(config)
+        self._device = device
+        self._seed = seed
+
+    def get(self, name: str) -> Tensor:
+        """Draw a tensor, bfloat16."""
+        shape = self._shapes[name]
+        key = np.frombuffer(f"{self._seed} {name}".encode(), np.uint8)
+        seed = int(np.random.SeedSequence(key.tolist()).generate_state(1, np.uint64)[0] >> 1)
+        generator = torch.Generator(self._device).manual_seed(seed)
+        noise = torch.randn(shape, generator=generator, device=self._device, dtype=torch.bfloat16)
+        if len(shape) == 1:
+            return 1 + 0.1 * noise
+        return noise if name.endswith("embed_tokens.weight") else noise * shape[-1] ** -0.5
+
+
+def load_qwen3(
+    path: Path | str,
+    *,
+    kernels: Implementation,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    max_model_len: int | None = None,
+    slots: Mapping[int, int] | None = None,
+) -> Qwen3Model:
+    """Load a checkpoint of the official layout.
+
+    Args:
+        path: its folder.
+        kernels: "torch" or "triton".
+        device: where the weights go.
+        dtype: of weights and activations.
+        max_model_len: positions that will be used; the model's own context by default.
+        slots: layer -> GPU slots of its experts, for layers whose experts are paged.
+
+    Raises:
+        ConfigError: config.json cannot be served.
+        EngineError: the files do not hold what it asks for.
+    """
+    path, where = Path(path), torch.device(device)
+    config = Qwen3Config.from_file(path)
+    return Qwen3Model(
+        config,
+        QwenCheckpoint(path, config, where),
+        Placement(dict(slots or {}), device=where, pin=where.type == "cuda"),
+        ops(kernels),
+        max_model_len=max_model_len or config.max_position_embeddings,
+        dtype=dtype,
+    )
+
+
+def random_qwen3(
+    config: Qwen3Config,
+    *,
+    kernels: Implementation,
+    device: torch.device | str,
+    max_model_len: int,
+    seed: int = 0,
+    slots: Mapping[int, int] | None = None,
+) -> Qwen3Model:
+    """Draw a model of a shape from a seed; arguments as `load_qwen3`."""
+    where = torch.device(device)
+    return Qwen3Model(
+        config,
+        QwenRandom(config, where, seed),
+        Placement(dict(slots or {}), device=where, pin=where.type == "cuda"),
+        ops(kernels),
+        max_model_len=max_model_len,
+    )

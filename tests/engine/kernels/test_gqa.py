@@ -1,0 +1,87 @@
+"""Grouped-query attention and its preparation: kernels against their twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.device.rows import build_rows
+from engine.kernels import gqa
+from engine.kernels.rope import rope_table
+from engine.kernels.rows import Rows
+from engine.plan.step import Chunk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK, D, HEADS, KEY_HEADS = 16, 32, 6, 2
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def pools(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return rand(12, BLOCK, KEY_HEADS, D, dtype=dtype), rand(12, BLOCK, KEY_HEADS, D, dtype=dtype)
+
+
+def chunks(*spans: tuple[int, int]) -> list[Chunk]:
+    """(start, length) of each sequence, in scattered blocks."""
+    return [
+        Chunk(str(i), i + 1, start, (1,) * length, tuple((5 * i + 3 * j) % 11 + 1 for j in range(4)), True)
+        for i, (start, length) in enumerate(spans)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_preparation_equals_its_twin(dtype: torch.dtype) -> None:
+    """Queries are returned, keys and values written at their rows and nowhere else."""
+    torch.manual_seed(0)
+    rows, _ = build_rows(chunks((0, 3), (17, 1), (30, 4)), block_size=BLOCK, device=DEVICE)
+    qkv = rand(rows.num_rows, (HEADS + 2 * KEY_HEADS) * D, dtype=dtype)
+    norms = rand(D), rand(D)
+    freqs = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64, device=DEVICE) / D)
+    rope = rope_table(freqs, 64)
+    found = []
+    for prepare in (gqa.prepare_qkv_torch, gqa.prepare_qkv_triton):
+        torch.manual_seed(1)
+        keys, values = pools(dtype)
+        q = prepare(qkv, *norms, 1e-6, rope, rows, keys, values, heads=HEADS)
+        found.append((q, keys, values))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "spans", [[(0, 1), (37, 1), (63, 1)], [(0, 5), (20, 9)]], ids=["decode", "chunks"]
+)
+def test_attention_equals_its_twin(dtype: torch.dtype, spans: list[tuple[int, int]]) -> None:
+    """Every row sees its sequence up to itself, whatever lies behind."""
+    torch.manual_seed(0)
+    rows, _ = build_rows(chunks(*spans), block_size=BLOCK, device=DEVICE)
+    keys, values = pools(dtype)
+    q = rand(rows.num_rows, HEADS, D, dtype=dtype)
+    wanted = gqa.attend_gqa_torch(q, keys, values, rows)
+    found = gqa.attend_gqa_triton(q, keys, values, rows)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+    sees_more = gqa.attend_gqa_torch(q, keys, values, _later(rows))
+    assert (sees_more - wanted).abs().max() > 0.05  # the comparison notices one position too many
+
+
+def _later(rows: Rows) -> Rows:
+    return replace(rows, positions=rows.positions + 1, max_end=rows.max_end + 1)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 9])
+def test_residual_and_norm_equal_their_twin(parts: int) -> None:
+    """Summands are added in order, then normed; none leaves the residual as it is."""
+    torch.manual_seed(0)
+    h, weight = rand(3, 48, dtype=torch.bfloat16), rand(48)
+    summands = rand(3, parts, 48) if parts else None
+    wanted = gqa.add_norm_torch(h, summands, weight, 1e-6)
+    found = gqa.add_norm_triton(h, summands, weight, 1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)

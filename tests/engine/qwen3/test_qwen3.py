@@ -1,0 +1,63 @@
+"""Qwen3-MoE against goldens of transformers, whole, in chunks and token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.config import ConfigError
+from engine.device.qwen_pool import QwenPool
+from engine.device.rows import build_rows
+from engine.model.qwen3 import Qwen3Model, load_qwen3
+from engine.plan.step import Chunk
+from engine.qwen3_config import Qwen3Config
+
+GOLDEN = Path(__file__).parents[2] / "data" / "oracle" / "golden_qwen3"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+
+
+@pytest.fixture(scope="module", params=["torch"])
+def model(request: pytest.FixtureRequest) -> Qwen3Model:
+    return load_qwen3(GOLDEN, kernels=request.param, device=DEVICE, dtype=torch.float32)
+
+
+def run(model: Qwen3Model, ids: list[int], splits: list[int]) -> torch.Tensor:
+    """Logits after the last token of every piece."""
+    pool = QwenPool(model.config, num_blocks=20, block_size=BLOCK, device=DEVICE)
+    pool.poison(blocks=range(1, 20))
+    blocks = (7, 3, 5, 1, 9, 2, 8, 4, 6, 10, 11)
+    found, done = [], 0
+    for size in splits:
+        chunk = Chunk("r", 1, done, tuple(ids[done : done + size]), blocks, True)
+        rows, wanted = build_rows([chunk], block_size=BLOCK, device=DEVICE)
+        if size == 1:
+            found.append(model.decode(rows, pool))
+        else:
+            *_, logits = model.prefill(rows, pool, wanted)
+            found.append(logits)
+        done += size
+    return torch.cat(found).cpu()
+
+
+@pytest.mark.parametrize("splits", [[64], [1] * 8, [20, 1, 1, 30, 1, 11]], ids=str)
+def test_logits_equal_transformers(model: Qwen3Model, splits: list[int]) -> None:
+    """Within 1e-4 in float32, however the sequence is cut."""
+    golden = load_file(GOLDEN / "golden.safetensors")
+    ids = golden["input_ids"].tolist()
+    found = run(model, ids, splits)
+    ends = torch.tensor(splits).cumsum(0) - 1
+    assert (found - golden["logits"][ends]).abs().max() < 1e-4
+
+
+def test_a_config_that_cannot_be_served_is_refused() -> None:
+    """Every problem is named, with what was expected."""
+    with pytest.raises(ConfigError) as caught:
+        Qwen3Config.from_dict({"model_type": "qwen3_moe", "attention_bias": True})
+    message = str(caught.value)
+    assert "attention_bias: expected False, got True" in message
+    assert "hidden_size" in message
+    assert "rope_theta" in message
