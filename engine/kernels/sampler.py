@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.triton_compat import tl, triton
+
 WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX2 = 0x94D049BB133111EB - (1 << 64)
@@ -117,3 +119,240 @@ def mix(x: Tensor) -> Tensor:
 def shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift 64 bits without carrying the sign in, as an unsigned integer would."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---------------------------------------------------------------- Triton
+# The nucleus needs no sort. The winner among all tokens is the winner among the nucleus if it lies
+# in it, which is so if the mass of the tokens before it is below top_p. If it does not, the nucleus
+# lies wholly before it: look for the winner among the tokens before it, and so on. A first look
+# (_look) covers all tokens, a second (_weigh) weighs what comes before its winner and finds the
+# next one meanwhile; rarely more are needed, and one program makes those (_settle).
+
+_WEYL = tl.constexpr(WEYL + (1 << 64))
+_MIX1 = tl.constexpr(MIX1 + (1 << 64))
+_MIX2 = tl.constexpr(MIX2 + (1 << 64))
+_UNUSED = tl.constexpr(64 - GUMBEL_BITS)
+_STEP = tl.constexpr(2.0**-GUMBEL_BITS)
+#: Tokens of a program.
+BLOCK = 1024
+
+
+@triton.jit
+def _mix(x):
+    """Finalise 64 bits, uint64."""
+    x = (x ^ (x >> 30)) * _MIX1
+    x = (x ^ (x >> 27)) * _MIX2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _row_key(seeds, index, b):
+    """Draw key of row b, uint64."""
+    seed = tl.load(seeds + b).to(tl.uint64, bitcast=True)
+    count = tl.load(index + b).to(tl.uint64) + 1
+    return _mix(_mix(seed + _WEYL) + count * _WEYL)
+
+
+@triton.jit
+def _logits(logits, mask, b, ids, V, HAS_MASK: tl.constexpr):
+    """Logits of tokens, -inf where ruled out."""
+    x = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf"))
+    if HAS_MASK:
+        word = tl.load(mask + b * tl.cdiv(V, 32) + ids // 32, mask=ids < V, other=0)
+        x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _sums(x, ids, temperature, key):
+    """Scaled logits and their sums with Gumbel numbers, float64."""
+    bits = _mix(key + (ids + 1).to(tl.uint64) * _WEYL)
+    uniform = ((bits >> _UNUSED).to(tl.float64) + 0.5) * _STEP
+    scaled = x.to(tl.float64) / temperature
+    return scaled, scaled - tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _winner(values, ids):
+    """Largest value, and of those that have it the lowest id; no NaN."""
+    best = tl.max(values, 0)
+    return best, tl.min(tl.where(values == best, ids, 2147483647), 0)
+
+
+@triton.jit
+def _look(
+    logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, V, parts,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (c, b): tokens c * BLOCK and after of row b."""
+    c, b = tl.program_id(0), tl.program_id(1)
+    ids = c * BLOCK + tl.arange(0, BLOCK)
+    x = _logits(logits, mask, b, ids, V, HAS_MASK)
+    broken = tl.sum((x != x).to(tl.int32), 0) > 0
+    x = tl.where(x == x, x, float("-inf"))
+    best, best_id = _winner(x, ids)
+    at = b * parts + c
+    tl.store(high + at, tl.where(broken, float("nan"), best))
+    tl.store(high_id + at, best_id)
+    heat = tl.load(temperature + b)
+    if heat > 0:
+        scaled, value = _sums(x, ids, heat, _row_key(seeds, index, b))
+        top, top_id = _winner(value, ids)
+        tl.store(drawn + at, top)
+        tl.store(drawn_id + at, top_id)
+        if tl.load(top_p + b) < 1:
+            # Relative to the chunk's own maximum; a chunk without any token has no mass.
+            own = tl.where(tl.abs(best) < float("inf"), best, 0.0).to(tl.float64) / heat
+            tl.store(mass + at, tl.sum(tl.exp(scaled - own), 0))
+
+
+@triton.jit
+def _is_fit(high, b, parts, PARTS: tl.constexpr):
+    """Whether a row's maximum is finite and no part has a NaN."""
+    part = tl.arange(0, PARTS)
+    peak = tl.load(high + b * parts + part, mask=part < parts, other=float("-inf"))
+    broken = tl.sum(((peak != peak) | (peak == float("inf"))).to(tl.int32), 0) > 0
+    return (tl.sum((peak > float("-inf")).to(tl.int32), 0) > 0) & (broken == 0)
+
+
+@triton.jit
+def _logit(logits, b, token, V):
+    """Logit of one token that the mask allows."""
+    return tl.load(logits + b.to(tl.int64) * V + token)
+
+
+@triton.jit
+def _total(high, mass, b, parts, heat, PARTS: tl.constexpr):
+    """Scaled maximum of a row and its mass relative to it, float64, from the parts of `_look`."""
+    part = tl.arange(0, PARTS)
+    peak = tl.load(high + b * parts + part, mask=part < parts, other=float("-inf"))
+    share = tl.load(mass + b * parts + part, mask=part < parts, other=0.0)
+    level = tl.max(peak, 0).to(tl.float64) / heat
+    scaled = tl.where(peak == float("-inf"), level, peak.to(tl.float64) / heat)
+    share = tl.where(peak == float("-inf"), 0.0, share)
+    return level, tl.sum(share * tl.exp(scaled - level), 0)
+
+
+@triton.jit
+def _before(logits, mask, b, ids, V, heat, key, level, limit, limit_id, HAS_MASK: tl.constexpr):
+    """Mass, relative to `level`, of the tokens before one, and the winner among them."""
+    x = _logits(logits, mask, b, ids, V, HAS_MASK)
+    earlier = (x > limit) | ((x == limit) & (ids < limit_id))
+    scaled, value = _sums(x, ids, heat, key)
+    mass = tl.sum(tl.where(earlier, tl.exp(scaled - level), 0.0), 0)
+    best, best_id = _winner(tl.where(earlier, value, float("-inf")), ids)
+    return mass, best, best_id
+
+
+@triton.jit
+def _part_winner(values, value_ids, b, parts, PARTS: tl.constexpr):
+    """Winner of a row's parts."""
+    part = tl.arange(0, PARTS)
+    value = tl.load(values + b * parts + part, mask=part < parts, other=float("-inf"))
+    ids = tl.load(value_ids + b * parts + part, mask=part < parts, other=2147483647)
+    return _winner(tl.where(value == value, value, float("-inf")), ids)
+
+
+@triton.jit
+def _weigh(
+    logits, temperature, top_p, seeds, index, mask, high, drawn, drawn_id, mass, follow, follow_id,
+    before, V, parts,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (c, b): what of chunk c comes before the first winner of row b."""
+    c, b = tl.program_id(0), tl.program_id(1)
+    heat = tl.load(temperature + b)
+    if (heat > 0) & (tl.load(top_p + b) < 1):
+        fit = _is_fit(high, b, parts, PARTS)
+        if fit:
+            _, limit_id = _part_winner(drawn, drawn_id, b, parts, PARTS)
+            level, _ = _total(high, mass, b, parts, heat, PARTS)
+            limit = _logit(logits, b, limit_id, V)
+            share, best, best_id = _before(
+                logits, mask, b, c * BLOCK + tl.arange(0, BLOCK), V, heat,
+                _row_key(seeds, index, b), level, limit, limit_id, HAS_MASK,
+            )  # fmt: skip
+            at = b * parts + c
+            tl.store(before + at, share)
+            tl.store(follow + at, best)
+            tl.store(follow_id + at, best_id)
+
+
+@triton.jit
+def _settle(
+    logits, temperature, top_p, seeds, index, mask, forced, high, high_id, drawn, drawn_id, mass,
+    follow, follow_id, before, out, usable, V, parts,
+    HAS_MASK: tl.constexpr, HAS_FORCED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program b: the token of row b."""
+    b = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
+    _, token = _part_winner(high, high_id, b, parts, PARTS)
+    fit = _is_fit(high, b, parts, PARTS)
+    if fit & (heat > 0):
+        _, token = _part_winner(drawn, drawn_id, b, parts, PARTS)
+        if wanted < 1:
+            level, total = _total(high, mass, b, parts, heat, PARTS)
+            share = tl.load(before + b * parts + part, mask=part < parts, other=0.0)
+            ahead = tl.sum(share, 0)
+            _, follower = _part_winner(follow, follow_id, b, parts, PARTS)
+            key = _row_key(seeds, index, b)
+            while ahead >= wanted * total:
+                token = follower
+                limit = _logit(logits, b, token, V)
+                ahead = tl.zeros_like(ahead)
+                best = tl.full((), float("-inf"), tl.float64)
+                for first in range(0, V, BLOCK):
+                    share, value, value_id = _before(
+                        logits, mask, b, first + tl.arange(0, BLOCK), V, heat, key, level, limit,
+                        token, HAS_MASK,
+                    )  # fmt: skip
+                    ahead += share
+                    follower = tl.where(value > best, value_id, follower)
+                    best = tl.maximum(best, value)
+    token = tl.where(fit, token, 0).to(tl.int64)
+    if HAS_FORCED:
+        force = tl.load(forced + b)
+        token = tl.where(force >= 0, force.to(tl.int64), token)
+    tl.store(out + b, token)
+    tl.store(usable + b, fit.to(tl.int8))
+
+
+def sample_triton(
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    index: Tensor,
+    *,
+    mask: Tensor | None = None,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do as `sample_torch`; three launches, whose work is what the rows' parameters need."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, BLOCK)
+    padded = triton.next_power_of_2(parts)
+
+    def scratch(dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, parts), dtype=dtype, device=logits.device)
+
+    wide, narrow = torch.float64, torch.int32
+    high, high_id = scratch(torch.float32), scratch(narrow)
+    drawn, drawn_id, mass = scratch(wide), scratch(narrow), scratch(wide)
+    follower, follower_id, before = scratch(wide), scratch(narrow), scratch(wide)
+    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    usable = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    given = (logits, temperature, top_p, seeds, index, mask)
+    masked = {"HAS_MASK": mask is not None, "BLOCK": BLOCK, "num_warps": 4}
+    _look[(parts, rows)](*given, high, high_id, drawn, drawn_id, mass, vocab, parts, **masked)
+    _weigh[(parts, rows)](
+        *given, high, drawn, drawn_id, mass, follower, follower_id, before, vocab, parts,
+        PARTS=padded, **masked,
+    )  # fmt: skip
+    _settle[(rows,)](
+        *given, forced, high, high_id, drawn, drawn_id, mass, follower, follower_id, before, ids,
+        usable.view(torch.int8), vocab, parts, HAS_FORCED=forced is not None, PARTS=padded,
+        **masked,
+    )  # fmt: skip
+    return ids, usable
