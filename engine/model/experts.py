@@ -113,8 +113,8 @@ class ResidentExperts:
         ops: Ops,
         x: Tensor,
         routing: Routing,
-        shared13: Matrix,
-        shared2: Matrix,
+        shared13: Matrix | None,
+        shared2: Matrix | None,
         *,
         limit: float,
         act_group: int | None,
@@ -151,7 +151,7 @@ class PagedExperts:
         self.layout = layout
         self._buffer = store
         self.store = store.tensor.view(-1, layout.nbytes)
-        self.slots = self.store[:num_slots].to(device)
+        self.slots = self.store[:num_slots].to(device, copy=True)
         self.state = SlotState.make(len(self.store), num_slots, device)
         self.w13, self.w2 = layout.stacks(self.slots)
         self._copies: torch.cuda.Stream | None = None
@@ -177,8 +177,8 @@ class PagedExperts:
         ops: Ops,
         x: Tensor,
         routing: Routing,
-        shared13: Matrix,
-        shared2: Matrix,
+        shared13: Matrix | None,
+        shared2: Matrix | None,
         *,
         limit: float,
         act_group: int | None,

@@ -1,0 +1,170 @@
+"""A layer's experts in slots compute what resident ones compute, bit for bit, whatever came before."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from engine.kernels.formats import Matrix
+from engine.kernels.ops import Ops, ops
+from engine.kernels.router import Routing
+from engine.model.experts import ExpertLayout, PagedExperts, Placement, ResidentExperts
+from engine.model.quant import quantise_fp4, quantise_fp8
+from engine.plan.residency import Residency
+
+CPU = torch.device("cpu")
+E, D, INNER, TOP_K = 7, 64, 32, 2
+
+
+def matrix(kind: str, rows: int, columns: int, generator: torch.Generator) -> Matrix:
+    values = torch.randn(rows, columns, generator=generator) * columns**-0.5
+    if kind == "plain":
+        return Matrix("plain", values.bfloat16())
+    if kind == "fp8":
+        data, scale = quantise_fp8(values, 32)
+        return Matrix("fp8", data, scale.view(torch.uint8), 32)
+    data, scale = quantise_fp4(values, 32)
+    return Matrix("fp4", data.view(torch.uint8), scale.view(torch.uint8), 32)
+
+
+def weights(kind: str) -> list[tuple[Matrix, Matrix]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (matrix(kind, 2 * INNER, D, generator), matrix(kind, D, INNER, generator)) for _ in range(E)
+    ]
+
+
+def routing(table: Ops, rows: int, seed: int) -> tuple[torch.Tensor, Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, D, generator=generator)
+    chosen = torch.stack([torch.randperm(E, generator=generator)[:TOP_K] for _ in range(rows)])
+    experts = chosen.int()
+    if rows > 2:
+        experts[1] = -1  # a padding row
+    share = torch.rand(rows, TOP_K, generator=generator) * (experts >= 0)
+    return x, Routing(experts, share, *table.group(experts, E))
+
+
+def paged(kind: str, slots: int) -> PagedExperts:
+    found = Placement({0: slots}, device=CPU, pin=False).place(0, iter(weights(kind)), E)
+    assert isinstance(found, PagedExperts)
+    return found
+
+
+def run(experts: PagedExperts | ResidentExperts, x: torch.Tensor, how: Routing) -> torch.Tensor:
+    shared = matrix("plain", 2 * INNER, D, torch.Generator().manual_seed(2))
+    down = matrix("plain", D, INNER, torch.Generator().manual_seed(3))
+    return experts.run(ops("torch"), x, how, shared, down, limit=10.0, act_group=None)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "fp4"])
+@settings(deadline=None, max_examples=10)
+@given(
+    slots=st.integers(TOP_K, E),
+    passes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 99)), min_size=1, max_size=4),
+)
+def test_parts_do_not_depend_on_slots_or_history(
+    kind: str, slots: int, passes: list[tuple[int, int]]
+) -> None:
+    """Any K, any order of large and small passes: the same bits (J3, J5), slots true to the store (J4)."""
+    table = ops("torch")
+    resident = Placement(device=CPU, pin=False).place(0, iter(weights(kind)), E)
+    other = paged(kind, slots)
+    for rows, seed in passes:
+        x, how = routing(table, rows, seed)
+        assert torch.equal(run(other, x, how), run(resident, x, how))
+        other.check_integrity()
+
+
+def test_padding_touches_nothing() -> None:
+    """A pass of padding alone moves no expert and its parts are the shared expert's (J8)."""
+    table, other = ops("torch"), paged("fp4", 2)
+    experts = torch.full((1, TOP_K), -1, dtype=torch.int32)
+    how = Routing(experts, torch.zeros(1, TOP_K), *table.group(experts, E))
+    parts = run(other, torch.randn(1, D), how)
+    assert (parts[:, :TOP_K] == 0).all()
+    assert (parts[:, TOP_K] != 0).any()
+    assert other.state.counters.tolist()[1:] == [0, 0, 0]
+
+
+def test_layout_keeps_every_tensor_of_an_expert() -> None:
+    """What is written to an expert's bytes comes back, codes and scales, at aligned places."""
+    pair = weights("fp4")[3]
+    layout = ExpertLayout(pair)
+    table = torch.zeros((2, layout.nbytes), dtype=torch.uint8)
+    layout.write(table[1], pair)
+    for stack, m in zip(layout.stacks(table), pair, strict=True):
+        assert torch.equal(stack[1].data, m.data)
+        assert torch.equal(stack[1].scale, m.scale)  # type: ignore[arg-type]
+        assert stack.data.data_ptr() % 256 == table.data_ptr() % 256
+
+
+def _forget_scales(experts: PagedExperts) -> None:
+    """Slots take codes but keep the scales of whom they held before (c1, c2)."""
+    part = experts.layout._parts[0][1]
+    assert part is not None
+    kept = slice(part.offset, part.offset + part.nbytes)
+    before = experts.slots[:, kept].clone()
+    copy = experts._copy
+
+    def faulty(residency: Residency, wave: list[int]) -> None:
+        copy(residency, wave)
+        experts.slots[:, kept] = before
+
+    experts._copy = faulty  # type: ignore[method-assign, assignment]
+
+
+def _evict_the_wave(experts: PagedExperts) -> None:
+    """The next wave is brought into the slots of the one before (c3)."""
+    copy = experts._copy
+
+    def faulty(residency: Residency, wave: list[int]) -> None:
+        residency.last_use = [-u for u in residency.last_use]
+        residency.step = -residency.step
+        copy(residency, wave)
+        residency.last_use = [abs(u) for u in residency.last_use]
+        residency.step = abs(residency.step) + 1
+
+    experts._copy = faulty  # type: ignore[method-assign, assignment]
+
+
+def _forget_tables(experts: PagedExperts) -> None:
+    """The device's tables stay as they were before a large pass (c4)."""
+    experts.write_residency = lambda residency: None  # type: ignore[method-assign]
+
+
+def _one_wave_always(experts: PagedExperts) -> None:
+    """A pass of more pairs than slots takes the one-wave path (c5)."""
+    experts.is_one_wave = lambda routing: True  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "fault", [_forget_scales, _evict_the_wave, _forget_tables, _one_wave_always]
+)
+def test_faults_are_seen(fault) -> None:  # type: ignore[no-untyped-def]
+    """Each planted fault changes what is computed, or is refused."""
+    table = ops("torch")
+    resident = Placement(device=CPU, pin=False).place(0, iter(weights("fp8")), E)
+    other = paged("fp8", 4)
+    fault(other)
+    differs = False
+    for seed in range(4):
+        x, how = routing(table, 6, seed)
+        try:
+            differs |= not torch.equal(run(other, x, how), run(resident, x, how))
+        except (ValueError, RuntimeError):
+            differs = True
+    assert differs
+
+
+def test_shared_expert_counts_once() -> None:
+    """With many waves the shared expert's part is that of one pass."""
+    table, other = ops("torch"), paged("plain", 2)
+    x, how = routing(table, 6, 5)
+    resident = Placement(device=CPU, pin=False).place(0, iter(weights("plain")), E)
+    assert len(other.read_residency().waves(range(E), 1)) == E
+    assert torch.equal(run(other, x, how)[:, TOP_K], run(resident, x, how)[:, TOP_K])
+    assert dataclasses.is_dataclass(how)
