@@ -123,7 +123,7 @@ def _plan(args: argparse.Namespace) -> int:
     config = ModelConfig.from_file(args.model)
     options = EngineConfig(max_model_len=args.context)
     if args.concurrency is not None:
-        rows = max(options.max_batched_tokens, args.concurrency + 1)
+        rows = max(options.resolve_max_batched_tokens(), args.concurrency + 1)
         options = dataclasses.replace(
             options, max_num_seqs=args.concurrency, max_batched_tokens=rows
         )

@@ -89,7 +89,7 @@ class EngineCore:
             num_blocks=options.resolve_num_blocks(self.max_model_len),
             block_size=options.block_size,
             num_slots=options.max_num_seqs,
-            max_batched_tokens=options.max_batched_tokens,
+            max_batched_tokens=options.resolve_max_batched_tokens(),
             max_model_len=self.max_model_len,
             max_snapshots=options.resolve_max_snapshots(),
             salt=salt,

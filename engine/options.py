@@ -7,82 +7,171 @@ build it in a process that serves another backend.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from engine.api import EngineError
+from engine.api import PREFILL_MODES, EngineError
 
 #: Positions that the default pool covers where one full context needs fewer.
 DEFAULT_POOL_TOKENS = 65_536
+#: Rows of a step by default: a CPU's products gain nothing from more, a GPU's do.
+BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 8192
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an option is declared.
+
+    Args:
+        about: what it sets, for a command line and for the table in the documentation.
+        choices: all values, where it is one of a few words.
+        least: its smallest value, where it is a number.
+        resolvable: whether a value that the user left open ("auto", None) is filled in at start-up;
+            see engine.resolve, which may set no other.
+    """
+
+    about: str
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    resolvable: bool = False
+
+    @property
+    def accepted(self) -> str:
+        """What may be given, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return "on or off" if self.least is None else f"a whole number of at least {self.least}"
+
+
+def _option(
+    default: Any,
+    about: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: int | None = None,
+    resolvable: bool = False,
+) -> Any:
+    return field(default=default, metadata={"rule": Rule(about, choices, least, resolvable)})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine; set by the user, read at start-up, never changed afterwards.
 
-    Args:
-        device: "auto" takes the first NVIDIA GPU where there is one, else the CPU.
-        dtype: of weights in memory and of activations; "auto" is float32 on the CPU, bfloat16 on a
-            GPU.
-        max_model_len: context in tokens, prompt and completion together; None takes the model's
-            own. A smaller one lets a smaller pool serve.
-        max_num_seqs: most requests that hold memory at once; further ones wait.
-        max_batched_tokens: rows of one step. Running streams get their row first and prompts share
-            the rest, so this bounds how long a step, and with it a running stream, can be held up
-            by somebody's prompt.
-        block_size: positions per block of compressed entries; a multiple of every compress ratio
-            of the model (128 serves V4 and V4.1).
-        num_blocks: blocks of the pool; None gives room for one full context or 65,536 positions,
-            whichever is more. Requests beyond that wait, or are preempted and recomputed.
-        prefix_cache: whether what prompts and generations have in common with earlier ones is
-            processed once. Gives the same greedy tokens; logits differ by rounding, since a hit
-            cuts the prompt elsewhere.
-        max_snapshots: most rolling states the prefix cache keeps beside those of running requests,
-            each as large as a request's own; three or four per conversation are in use. Blocks
-            that only the cache holds need no room of their own: they are given up when needed.
-        cpu_threads: threads of torch's CPU kernels, set in the engine's own thread. None decides by
-            cores and weights: see `resolve_cpu_threads`.
+    Each field is declared once, with its help, what it accepts and whether it may be left open.
 
     Raises:
         EngineError: a value is out of its range; all such values are named at once.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_batched_tokens: int = 512
-    block_size: int = 128
-    num_blocks: int | None = None
-    prefix_cache: bool = True
-    max_snapshots: int = 64
-    cpu_threads: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto",
+        "where the engine runs; auto takes the first NVIDIA GPU where there is one",
+        choices=("auto", "cpu", "cuda"),
+        resolvable=True,
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = _option(
+        "auto",
+        "of activations, and of weights where they are not packed; auto is float32 on the CPU,"
+        " bfloat16 on a GPU",
+        choices=("auto", "float32", "bfloat16"),
+        resolvable=True,
+    )
+    runner: Literal["auto", "reference", "fast"] = _option(
+        "auto",
+        "what runs steps: fast has packed weights, captured decode steps and lookahead, reference"
+        " is the eager model it is compared with; auto is fast on a GPU",
+        choices=("auto", "reference", "fast"),
+        resolvable=True,
+    )
+    kernels: Literal["auto", "torch", "triton"] = _option(
+        "auto",
+        "of the fast runner: fused kernels, or their twins in plain torch; auto is triton on a GPU",
+        choices=("auto", "torch", "triton"),
+        resolvable=True,
+    )
+    graphs: bool | None = _option(
+        None,
+        "whether the fast runner captures decode steps as CUDA graphs; left open: on a GPU",
+        resolvable=True,
+    )
+    lookahead: bool = _option(
+        True,
+        "whether the fast runner launches a decode step before the results of the last are read",
+    )
+    max_model_len: int | None = _option(
+        None,
+        "context served, prompt and reply together; left open: the model's own. A smaller one lets"
+        " a smaller pool serve",
+        least=2,
+        resolvable=True,
+    )
+    max_num_seqs: int = _option(
+        16, "most requests that hold memory at once; further ones wait", least=1
+    )
+    # Running streams get their row first and prompts share the rest, so this bounds how long a step
+    # can be held up by somebody's prompt.
+    max_batched_tokens: int | None = _option(
+        None,
+        "rows of one step, more than max_num_seqs; left open: 512 on the CPU, 8192 on a GPU",
+        least=2,
+        resolvable=True,
+    )
+    block_size: int = _option(
+        128,
+        "positions per block of compressed entries, a multiple of every compress ratio of the model"
+        " (128 serves V4 and V4.1)",
+        least=1,
+    )
+    num_blocks: int | None = _option(
+        None,
+        "blocks of the pool; left open: room for one full context or 65,536 positions, whichever is"
+        " more. Requests beyond that wait, or are preempted and recomputed",
+        least=1,
+        resolvable=True,
+    )
+    # A hit gives the same greedy tokens; logits differ by rounding, since it cuts the prompt elsewhere.
+    prefix_cache: bool = _option(
+        True, "whether what prompts and generations have in common is processed once"
+    )
+    prefill: Literal["off", "exact", "bounded"] = _option(
+        "off",
+        "how prompts of requests that do not say are processed: by every layer whole (off), or by"
+        " late layers only as far as their end needs it (exact, bounded), where the model can",
+        choices=PREFILL_MODES,
+    )
+    # Each is as large as a request's own state; three or four per conversation are in use. Blocks
+    # that only the cache holds need no room of their own: they are given up when needed.
+    max_snapshots: int = _option(
+        64, "most states the prefix cache keeps beside those of running requests", least=1
+    )
+    cpu_threads: int | None = _option(
+        None,
+        "threads of torch's CPU kernels, in the engine's own thread; left open: by cores and weights",
+        least=1,
+        resolvable=True,
+    )
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        problems = [
-            f"{name}: expected at least {least}, got {value}"
-            for name, value, least in (
-                ("max_model_len", self.max_model_len, 2),
-                ("max_num_seqs", self.max_num_seqs, 1),
-                # Every running stream has a row in every step, and a prompt always gets one more.
-                ("max_batched_tokens", self.max_batched_tokens, self.max_num_seqs + 1),
-                ("block_size", self.block_size, 1),
-                ("num_blocks", self.num_blocks, 1),
-                ("max_snapshots", self.max_snapshots, 1),
-                ("cpu_threads", self.cpu_threads, 1),
-            )
-            if value is not None and value < least
-        ]
-        for name, value, accepted in (
-            ("device", self.device, ("auto", "cpu", "cuda")),
-            ("dtype", self.dtype, ("auto", "float32", "bfloat16")),
-        ):
-            if value not in accepted:
-                problems.append(f"{name}: expected one of {', '.join(accepted)}, got {value!r}")
+        problems = []
+        for item in fields(self):
+            value, rule = getattr(self, item.name), rule_of(item.name)
+            if rule.choices and value not in rule.choices:
+                problems.append(
+                    f"{item.name}: expected one of {', '.join(rule.choices)}, got {value!r}"
+                )
+            if rule.least is not None and value is not None:
+                least = rule.least
+                if item.name == "max_batched_tokens":
+                    # Every running stream has a row in every step, and a prompt always gets one more.
+                    least = self.max_num_seqs + 1
+                if value < least:
+                    problems.append(f"{item.name}: expected at least {least}, got {value}")
         if problems:
             raise EngineError("engine options: " + "; ".join(problems))
 
@@ -125,6 +214,12 @@ class EngineConfig:
             )
         return self.num_blocks
 
+    def resolve_max_batched_tokens(self, *, on_gpu: bool = False) -> int:
+        """Give the rows of one step; always more than there are streams."""
+        if self.max_batched_tokens is not None:
+            return self.max_batched_tokens
+        return max(GPU_BATCHED_TOKENS if on_gpu else BATCHED_TOKENS, self.max_num_seqs + 1)
+
     def resolve_max_snapshots(self) -> int:
         """Give the number of snapshots to make room for; 0 without a prefix cache."""
         return self.max_snapshots if self.prefix_cache else 0
@@ -151,6 +246,16 @@ class EngineConfig:
         return max(1, min(cores - 1, weight_bytes // BYTES_PER_THREAD))
 
 
+def rule_of(name: str) -> Rule:
+    """Give the declaration of a field.
+
+    Raises:
+        KeyError: there is no such field.
+    """
+    found: Rule = _RULES[name]
+    return found
+
+
 def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Count the cores this process may use: its affinity, and its container's share of time.
 
@@ -167,3 +272,6 @@ def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+_RULES = {item.name: item.metadata["rule"] for item in fields(EngineConfig)}

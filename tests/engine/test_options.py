@@ -23,11 +23,11 @@ def test_all_problems_are_named_at_once() -> None:
         )
 
     assert str(error.value) == (
-        "engine options: max_num_seqs: expected at least 1, got 0;"
+        "engine options: device: expected one of auto, cpu, cuda, got 'tpu';"
+        " max_num_seqs: expected at least 1, got 0;"
         " block_size: expected at least 1, got -1;"
         " max_snapshots: expected at least 1, got 0;"
-        " cpu_threads: expected at least 1, got 0;"
-        " device: expected one of auto, cpu, cuda, got 'tpu'"
+        " cpu_threads: expected at least 1, got 0"
     )
 
 
