@@ -1,0 +1,174 @@
+"""What an engine will really run with, and which rule says so.
+
+The user's settings are never changed. Passes look at the machine and the model and append decisions
+(rule, field, value) for fields that were left open and are declared as resolvable; the view over
+settings and decisions is what is built, logged at start-up and shown by `bathyal doctor`. Loads no
+torch: facts come from whoever knows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine.options import EngineConfig, rule_of
+
+#: Values that say "left open".
+_OPEN = ("auto", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the machine and the model.
+
+    Args:
+        gpu: name of the first NVIDIA GPU; None where none answers.
+        cores: cores this process may use.
+        weight_bytes: of the checkpoint's files.
+        context: positions of the model.
+    """
+
+    gpu: str | None
+    cores: int
+    weight_bytes: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One value and where it comes from.
+
+    Args:
+        source: "default", "user", or the rule that filled it in.
+        field: of EngineConfig.
+        value: what counts.
+    """
+
+    source: str
+    field: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The settings with nothing left open.
+
+    Args:
+        config: the settings that count.
+        decisions: one for each field, in order of declaration.
+    """
+
+    config: EngineConfig
+    decisions: tuple[Decision, ...]
+
+    def lines(self) -> list[str]:
+        """One line for each field: its value and which rule set it."""
+        return [f"{d.field} = {_shown(d.value)} ({d.source})" for d in self.decisions]
+
+
+class Resolver:
+    """Collects decisions over one user's settings.
+
+    Args:
+        options: the user's.
+    """
+
+    def __init__(self, options: EngineConfig) -> None:
+        self._options = options
+        self._decisions: dict[str, Decision] = {}
+
+    def get(self, field: str) -> Any:
+        """The value as far as it is known."""
+        found = self._decisions.get(field)
+        return getattr(self._options, field) if found is None else found.value
+
+    def decide(self, field: str, value: Any, source: str) -> None:
+        """Fill a field in, unless the user has set it.
+
+        Raises:
+            RuntimeError: the field is not declared as resolvable, was decided already, or the value
+                leaves it open: a bug of a pass.
+        """
+        if not rule_of(field).resolvable:
+            raise RuntimeError(f"{field} may not be resolved; {source} tried to")
+        if field in self._decisions:
+            raise RuntimeError(f"{field} is decided twice, the second time by {source}")
+        if value in _OPEN:
+            raise RuntimeError(f"{field} is still open after {source}")
+        if getattr(self._options, field) in _OPEN:
+            self._decisions[field] = Decision(source, field, value)
+
+    def finish(self) -> Resolved:
+        """Give the view.
+
+        Raises:
+            RuntimeError: a field is still open; a bug of the passes.
+        """
+        values = {d.field: d.value for d in self._decisions.values()}
+        config = dataclasses.replace(self._options, **values)
+        decisions = []
+        for item in dataclasses.fields(config):
+            value = getattr(config, item.name)
+            if rule_of(item.name).resolvable and value in _OPEN:
+                raise RuntimeError(f"{item.name}: no rule has filled it in")
+            source = "default" if value == item.default else "user"
+            given = Decision(source, item.name, value)
+            decisions.append(self._decisions.get(item.name, given))
+        return Resolved(config, tuple(decisions))
+
+
+def resolve(options: EngineConfig, facts: Facts) -> Resolved:
+    """Fill in what the user left open.
+
+    Args:
+        options: the user's.
+        facts: of machine and model.
+
+    Raises:
+        EngineError: the options do not fit the model.
+    """
+    resolver = Resolver(options)
+    for rule in (_by_machine, _by_device, _by_model):
+        for field, value, why in rule(resolver, facts):
+            resolver.decide(field, value, why)
+    return resolver.finish()
+
+
+def _by_machine(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
+    found = "no NVIDIA GPU answers" if facts.gpu is None else f"found {facts.gpu}"
+    yield "device", "cpu" if facts.gpu is None else "cuda", found
+    threads = EngineConfig().resolve_cpu_threads(facts.cores, facts.weight_bytes)
+    megabytes = facts.weight_bytes / 1e6
+    yield "cpu_threads", threads, f"{facts.cores} cores, {megabytes:,.0f} MB of weights"
+
+
+def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
+    device = so_far.get("device")
+    on_gpu = device == "cuda"
+    why = f"device is {device}"
+    yield "dtype", "bfloat16" if on_gpu else "float32", why
+    yield "runner", "fast" if on_gpu else "reference", why
+    yield "kernels", "triton" if on_gpu else "torch", why
+    yield "graphs", on_gpu, why
+    options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
+    yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why
+
+
+def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
+    options = EngineConfig(
+        max_model_len=so_far.get("max_model_len"),
+        block_size=so_far.get("block_size"),
+        num_blocks=so_far.get("num_blocks"),
+    )
+    context = options.resolve_max_model_len(facts.context)
+    yield "max_model_len", context, "the model's context"
+    blocks = options.resolve_num_blocks(context)
+    yield "num_blocks", blocks, f"{blocks * options.block_size:,} positions, one context or 65,536"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

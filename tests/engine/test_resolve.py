@@ -1,0 +1,103 @@
+"""What an engine runs with: every open value is filled in once, and says by which rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, strategies as st
+
+from engine.api import EngineError
+from engine.options import EngineConfig, rule_of
+from engine.resolve import Facts, Resolver, resolve
+
+CPU = Facts(gpu=None, cores=4, weight_bytes=17_000_000, context=4096)
+GPU = Facts(gpu="Some GPU", cores=16, weight_bytes=9_000_000_000, context=65_536)
+
+
+def test_every_value_says_where_it_comes_from() -> None:
+    """One line a field: what counts, and whether the user, a default or a rule set it."""
+    found = resolve(EngineConfig(max_num_seqs=8, dtype="float32"), GPU)
+
+    assert found.lines() == [
+        "device = cuda (found Some GPU)",
+        "dtype = float32 (user)",
+        "runner = fast (device is cuda)",
+        "kernels = triton (device is cuda)",
+        "graphs = on (device is cuda)",
+        "lookahead = on (default)",
+        "max_model_len = 65536 (the model's context)",
+        "max_num_seqs = 8 (user)",
+        "max_batched_tokens = 8192 (device is cuda)",
+        "block_size = 128 (default)",
+        "num_blocks = 512 (65,536 positions, one context or 65,536)",
+        "prefix_cache = on (default)",
+        "prefill = off (default)",
+        "max_snapshots = 64 (default)",
+        "cpu_threads = 15 (16 cores, 9,000 MB of weights)",
+    ]
+
+
+def test_without_a_gpu_the_reference_runs() -> None:
+    """On the CPU the eager model in float32 serves, and nothing is captured."""
+    config = resolve(EngineConfig(), CPU).config
+
+    assert (config.device, config.dtype, config.runner) == ("cpu", "float32", "reference")
+    assert (config.kernels, config.graphs, config.max_batched_tokens) == ("torch", False, 512)
+    assert (config.max_model_len, config.cpu_threads) == (4096, 1)
+
+
+@given(
+    st.sampled_from(["auto", "cpu", "cuda"]),
+    st.sampled_from(["auto", "reference", "fast"]),
+    st.sampled_from([None, True, False]),
+    st.sampled_from([None, 100, 4096]),
+    st.sampled_from([CPU, GPU]),
+)
+def test_what_the_user_set_stays(
+    device: str, runner: str, graphs: bool | None, context: int | None, facts: Facts
+) -> None:
+    """No rule changes a value that was given, and afterwards none is open; twice changes nothing."""
+    options = EngineConfig(
+        device=device,  # type: ignore[arg-type]
+        runner=runner,  # type: ignore[arg-type]
+        graphs=graphs,
+        max_model_len=context,
+    )
+    found = resolve(options, facts)
+
+    for item in dataclasses.fields(options):
+        asked, got = getattr(options, item.name), getattr(found.config, item.name)
+        assert got == asked or (asked in ("auto", None) and rule_of(item.name).resolvable)
+        assert got not in ("auto", None)
+    assert resolve(found.config, facts).config == found.config
+
+
+def test_rules_may_only_fill_in_what_is_declared_open() -> None:
+    """A pass that sets another field, sets one twice or leaves one open is a fault."""
+    resolver = Resolver(EngineConfig())
+
+    with pytest.raises(RuntimeError, match="max_num_seqs may not be resolved; a rule tried to"):
+        resolver.decide("max_num_seqs", 4, "a rule")
+    resolver.decide("device", "cpu", "a rule")
+    with pytest.raises(RuntimeError, match="device is decided twice, the second time by another"):
+        resolver.decide("device", "cuda", "another")
+    with pytest.raises(RuntimeError, match="dtype is still open after a rule"):
+        resolver.decide("dtype", "auto", "a rule")
+    with pytest.raises(RuntimeError, match="dtype: no rule has filled it in"):
+        resolver.finish()
+    with pytest.raises(KeyError):
+        resolver.decide("colour", "red", "a rule")
+
+
+def test_options_that_do_not_fit_the_model_are_refused() -> None:
+    """The model's context stands in the message."""
+    with pytest.raises(EngineError, match="the model's context is 4096 tokens, got 5000"):
+        resolve(EngineConfig(max_model_len=5000), CPU)
+
+
+def test_every_field_is_declared_with_help() -> None:
+    """No option is without a sentence that says what it sets."""
+    for item in dataclasses.fields(EngineConfig):
+        assert len(rule_of(item.name).about) > 20
+        assert rule_of(item.name).accepted
