@@ -288,15 +288,15 @@ def _settle(
     b = tl.program_id(0)
     part = tl.arange(0, PARTS)
     heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
-    _, token = _part_winner(high, high_id, b, parts, PARTS)
+    _peak, token = _part_winner(high, high_id, b, parts, PARTS)
     fit = _is_fit(high, b, parts, PARTS)
     if fit & (heat > 0):
-        _, token = _part_winner(drawn, drawn_id, b, parts, PARTS)
+        _value, token = _part_winner(drawn, drawn_id, b, parts, PARTS)
         if wanted < 1:
             level, total = _total(high, mass, b, parts, heat, PARTS)
             share = tl.load(before + b * parts + part, mask=part < parts, other=0.0)
             ahead = tl.sum(share, 0)
-            _, follower = _part_winner(follow, follow_id, b, parts, PARTS)
+            _value, follower = _part_winner(follow, follow_id, b, parts, PARTS)
             key = _row_key(seeds, index, b)
             while ahead >= wanted * total:
                 token = follower
@@ -304,11 +304,11 @@ def _settle(
                 ahead = tl.zeros_like(ahead)
                 best = tl.full((), float("-inf"), tl.float64)
                 for first in range(0, V, BLOCK):
-                    share, value, value_id = _before(
+                    portion, value, value_id = _before(
                         logits, mask, b, first + tl.arange(0, BLOCK), V, heat, key, level, limit,
                         token, HAS_MASK,
                     )  # fmt: skip
-                    ahead += share
+                    ahead += portion
                     follower = tl.where(value > best, value_id, follower)
                     best = tl.maximum(best, value)
     token = tl.where(fit, token, 0).to(tl.int64)
