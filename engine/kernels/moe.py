@@ -42,8 +42,8 @@ def moe_torch(
     routing: Routing,
     w13: Matrix,
     w2: Matrix,
-    shared13: Matrix,
-    shared2: Matrix,
+    shared13: Matrix | None,
+    shared2: Matrix | None,
     *,
     limit: float,
     act_group: int | None,
@@ -52,17 +52,18 @@ def moe_torch(
 
     Args:
         x: [T, d], rounded as the weights' format asks for.
-        routing: of these rows; `tiles` may name slots of w13 and w2 instead of experts.
-        w13: [N, 2 * I, d], gate rows first; N experts or slots.
+        routing: of these rows; `tiles` may name slots of w13 and w2 instead of experts, and may
+            leave out pairs, whose `experts` are then -1.
+        w13: [N, 2 * I, d], gate rows first; N experts or slots, which may lie apart.
         w2: [N, d, I].
-        shared13: [2 * I, d].
-        shared2: [d, I].
+        shared13: [2 * I, d]; None for a pass without the shared expert, whose part is then 0.
+        shared2: [d, I], or None.
         limit: swiglu_limit.
         act_group: group of hidden's FP8 rounding, None for none.
 
     Returns:
-        [T, k + 1, d], to be summed in order: a row's choices, then the shared expert; 0 for a
-        padding row's choices. float32 up to DECODE_ROWS rows, else x's dtype.
+        [T, k + 1, d], to be summed in order: a row's choices, then the shared expert; 0 for
+        pairs that reach no expert. float32 up to DECODE_ROWS rows, else x's dtype.
     """
     rows, k = routing.experts.shape
     parts = torch.zeros(rows, k + 1, x.shape[-1], dtype=parts_dtype(x), device=x.device)
@@ -76,6 +77,7 @@ def moe_torch(
     for index in range(w13.shape[0]):
         y = _expert(x, w13[index], w2[index], routing.weights, limit, act_group)
         parts[:, :k] = torch.where((slots == index)[:, :, None], y, parts[:, :k])
-    one = torch.ones(rows, 1, device=x.device)
-    parts[:, k:] = _expert(x, shared13, shared2, one, limit, act_group)
+    if shared13 is not None and shared2 is not None:
+        one = torch.ones(rows, 1, device=x.device)
+        parts[:, k:] = _expert(x, shared13, shared2, one, limit, act_group)
     return parts

@@ -1,0 +1,355 @@
+"""Experts for a few rows: narrow weights, streamed once (twin: engine.kernels.moe.moe_torch).
+
+Two launches, W13 and W2. Work is counted in *units*: two tiles of 16 weight rows (gate and up rows
+of the same hidden values, or 32 output rows) times up to 8 rows of x. Every program takes an equal,
+contiguous share of the units of all tiles in use, so that each reads the same number of bytes,
+whatever was routed where; some programs take the shared expert, in the same way. A program's warps
+split the columns between them and add up at the end of a unit. Loads run ahead of the arithmetic
+through a ring of fetched steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.formats import Matrix
+from engine.kernels.router import DECODE_TILE, Routing
+from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, fetch, rows_of_x
+from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
+
+
+@triton.jit
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def _across_warps(a, b, WARPS: tl.constexpr):
+    """Add up what the warps have of two tiles: eight [32]."""
+    return tl.reduce(
+        (
+            tl.reshape(a[0], (WARPS, 32)),
+            tl.reshape(a[1], (WARPS, 32)),
+            tl.reshape(a[2], (WARPS, 32)),
+            tl.reshape(a[3], (WARPS, 32)),
+            tl.reshape(b[0], (WARPS, 32)),
+            tl.reshape(b[1], (WARPS, 32)),
+            tl.reshape(b[2], (WARPS, 32)),
+            tl.reshape(b[3], (WARPS, 32)),
+        ),
+        0,
+        _add8,
+    )
+
+
+@triton.jit
+def _step(i: tl.constexpr, data, scale, row, group, use, K: tl.constexpr, C: tl.constexpr,
+          APART: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Fetch step i of a unit whose first tile's row is `row`."""
+    halves: tl.constexpr = 1 if FP4 else 2
+    within: tl.constexpr = i % (C * halves)
+    row = row + i // (C * halves) * APART
+    return fetch(
+        data, scale, row, group + within // halves * 4, within % halves, K, FP4, BLOCK, use
+    )
+
+
+@triton.jit
+def _advance(i: tl.constexpr, ring, j: tl.constexpr, xs, a, b, data, scale, row, unit_rows, group,
+             here, more, K: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, DEPTH: tl.constexpr,
+             FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Do step i of a unit, which is place j of the ring, and fetch the one DEPTH steps later."""
+    steps: tl.constexpr = 2 * C if FP4 else 4 * C
+    first: tl.constexpr = i % (steps // 2) * (32 * C // steps)
+    if i < steps // 2:
+        a = accumulate(ring[j], xs, first, a, FP4)
+    else:
+        b = accumulate(ring[j], xs, first, b, FP4)
+    if i + DEPTH < steps:
+        step = _step(i + DEPTH, data, scale, row, group, here, K, C, APART, FP4, BLOCK)
+    else:
+        step = _step(i + DEPTH - steps, data, scale, row + unit_rows, group, more, K, C, APART,
+                     FP4, BLOCK)  # fmt: skip
+    return a, b, step
+
+
+@triton.jit
+def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
+          experts, T, limit,
+          CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+          SECOND: tl.constexpr, SHARED: tl.constexpr, WARPS: tl.constexpr, C: tl.constexpr,
+          DEPTH: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+          ROUND: tl.constexpr):  # fmt: skip
+    """Units [low, high) of one tile of up to eight rows."""
+    steps: tl.constexpr = 2 * C if FP4 else 4 * C
+    apart: tl.constexpr = 16 if SECOND else N // 2
+    unit_rows: tl.constexpr = 32 if SECOND else 16
+    thread = tl.arange(0, 32 * WARPS)
+    group = thread // 32 * (4 * C) + thread % 4
+    mine = thread % 32 // 4  # g: a weight row of a tile, and a row of x
+    lane = tl.arange(0, 32)
+    if SHARED:
+        first = tile * 8
+        count = tl.minimum(T - first, 8)
+    else:
+        first = tl.load(tiles + tile * 3 + 1)
+        count = tl.load(tiles + tile * 3 + 2)
+        expert = tl.load(tiles + tile * 3).to(tl.int64)
+        data += expert * data_apart
+        scale += expert * scale_apart
+    ring = ()
+    row = mine + low * unit_rows
+    for i in tl.static_range(DEPTH):
+        step = _step(i, data, scale, row, group, low < high, K, C, apart, FP4, BLOCK)
+        ring = ring + (step,)  # noqa: RUF005
+    # Columns beyond the tile's rows repeat the last row and are not stored.
+    place = first + tl.minimum(mine, count - 1)
+    n0 = lane % 4 * 2
+    n1 = n0 + 1
+    p0 = first + tl.minimum(n0, count - 1)
+    p1 = first + tl.minimum(n1, count - 1)
+    w0 = tl.full((32,), 1.0, tl.float32)
+    w1 = w0
+    if SHARED:
+        source = place + (T * CHOICES if SECOND else 0)
+        o0 = p0 * (CHOICES + 1) + CHOICES if SECOND else p0 + T * CHOICES
+        o1 = p1 * (CHOICES + 1) + CHOICES if SECOND else p1 + T * CHOICES
+    elif SECOND:
+        source = place
+        o0 = tl.load(order + p0)
+        o1 = tl.load(order + p1)
+        o0 = o0 + o0 // CHOICES
+        o1 = o1 + o1 // CHOICES
+    else:
+        source = tl.load(order + place) // CHOICES
+        o0 = p0
+        o1 = p1
+        w0 = tl.load(weights + tl.load(order + p0))
+        w1 = tl.load(weights + tl.load(order + p1))
+    xs = rows_of_x(x + source.to(tl.int64) * K, group, C, K, FP4, ROUND)
+    zero = tl.zeros((32 * WARPS,), tl.float32)
+    for unit in range(low, high):
+        row = mine + unit * unit_rows
+        a = (zero, zero, zero, zero)
+        b = (zero, zero, zero, zero)
+        for turn in tl.static_range(steps // DEPTH):
+            fresh = ()
+            for j in tl.static_range(DEPTH):
+                a, b, step = _advance(turn * DEPTH + j, ring, j, xs, a, b, data, scale, row,
+                                      unit_rows, group, unit < high, unit + 1 < high, K, C, apart, DEPTH,
+                                      FP4, BLOCK)  # fmt: skip
+                fresh = fresh + (step,)  # noqa: RUF005
+            ring = fresh
+        sums = _across_warps(a, b, WARPS)
+        column = unit * unit_rows + lane // 4
+        if SECOND:
+            for i in tl.static_range(8):
+                o = (o0 if i % 2 == 0 else o1).to(tl.int64) * WIDTH
+                at = column + i // 4 * 16 + i % 4 // 2 * 8
+                tl.store(out + o + at, sums[i] * SUM_SCALE, mask=(n0 if i % 2 == 0 else n1) < count)
+        else:
+            for i in tl.static_range(4):
+                gate = tl.minimum(sums[i] * SUM_SCALE, limit)
+                up = tl.minimum(tl.maximum(sums[4 + i] * SUM_SCALE, -limit), limit)
+                hidden = gate / (1.0 + tl.exp(-gate)) * up * (w0 if i % 2 == 0 else w1)
+                o = (o0 if i % 2 == 0 else o1).to(tl.int64) * WIDTH
+                at = out + o + column + i // 2 * 8
+                tl.store(at, cast(hidden, tl.bfloat16), mask=(n0 if i % 2 == 0 else n1) < count)
+        if SECOND and SHARED:  # nobody else writes choices that reach no expert
+            for i in tl.static_range(2):
+                p = p0 if i == 0 else p1
+                inside = (n0 if i == 0 else n1) < count
+                for choice in tl.static_range(CHOICES):
+                    at = out + (p * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
+                    empty = inside & (tl.load(experts + p * CHOICES + choice) < 0)
+                    for part in tl.static_range(4):
+                        tl.store(at + part * 8, 0.0, mask=empty)
+
+
+@triton.jit
+def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order, tiles, num_tiles,
+                    weights, experts, T, limit, shared_programs, CHOICES: tl.constexpr,
+                    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+                    WARPS: tl.constexpr, C: tl.constexpr, DEPTH: tl.constexpr,
+                    SHARED_DEPTH: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+                    SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr,
+                    ROUND: tl.constexpr):  # fmt: skip
+    units: tl.constexpr = N // 32
+    program = tl.program_id(0)
+    if program < shared_programs:
+        total = (T + 7) // 8 * units
+        begin = program * total // shared_programs
+        end = (program + 1) * total // shared_programs
+        for tile in range(begin // units, (end + units - 1) // units):
+            low = tl.maximum(begin - tile * units, 0)
+            high = tl.minimum(end - tile * units, units)
+            _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles,
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, WARPS, C, SHARED_DEPTH,
+                  SHARED_FP4, SHARED_BLOCK, ROUND)  # fmt: skip
+    else:
+        total = tl.load(num_tiles) * units
+        programs = tl.num_programs(0) - shared_programs
+        begin = (program - shared_programs) * total // programs
+        end = (program - shared_programs + 1) * total // programs
+        for tile in range(begin // units, (end + units - 1) // units):
+            low = tl.maximum(begin - tile * units, 0)
+            high = tl.minimum(end - tile * units, units)
+            _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, WARPS, C, DEPTH, FP4, BLOCK,
+                  ROUND)  # fmt: skip
+
+
+# ---------------------------------------------------------------- launches
+
+_NARROW = ("fp4", "fp8")
+
+
+def can_stream(x: Tensor, *weights: Matrix) -> bool:
+    """Whether `stream_experts` takes these operands; else it is the grouped products' work."""
+    return x.dtype == torch.bfloat16 and all(
+        w.kind in _NARROW
+        and w.shape[-1] % 32 == 0
+        and w.shape[-2] % 32 == 0
+        and w.data.data_ptr() % 16 == 0
+        and w.data.stride(0) % 16 == 0
+        for w in weights
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a product is laid out on the device.
+
+    Args:
+        warps: of a program; they split the columns.
+        resident: programs per multiprocessor.
+        registers: of a thread, at most.
+    """
+
+    warps: int
+    resident: int
+    registers: int
+
+    @classmethod
+    def of(cls, columns: int) -> Layout:
+        """The one for a product over `columns` columns (bench/micro/moe.py compares some)."""
+        warps = min(
+            16 if columns > 2048 else 8, triton.next_power_of_2(triton.cdiv(columns, CHUNK))
+        )
+        return cls(warps, max(16 // warps, 1), 128)
+
+    def depth(self, kind: str, chunks: int) -> int:
+        """Steps in the ring: what registers allow, a divisor of a unit's steps."""
+        if kind == "fp4":
+            return 2 * chunks if chunks <= 2 else chunks
+        return 4
+
+    @property
+    def programs(self) -> int:
+        """As many as run at once."""
+        if INTERPRETED:
+            return 3
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return self.resident * int(device.multi_processor_count)
+
+
+def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:
+    """The shared expert's part of the programs, by the bytes that are probably to be read."""
+    experts = routed.shape[0]
+    touched = experts * (1.0 - (1.0 - 1.0 / experts) ** pairs)
+    ours = shared.nbytes * triton.cdiv(rows, DECODE_TILE)
+    part = ours / (ours + routed.nbytes / experts * touched)
+    return min(max(round(programs * part), 1), programs - 1)
+
+
+def _product(
+    source: Tensor,
+    out: Tensor,
+    w: Matrix,
+    shared: Matrix | None,
+    routing: Routing,
+    layout: Layout,
+    *,
+    limit: float,
+    act_group: int | None,
+    second: bool,
+) -> None:
+    """One of the two launches: source [.., K] into out [.., WIDTH]."""
+    rows, choices = routing.experts.shape
+    columns = source.shape[1]
+    chunks = triton.cdiv(columns, CHUNK * layout.warps)
+    programs, own = layout.programs, 0
+    if shared is None:
+        shared = w[0]
+    else:
+        own = _shared_programs(programs, rows, rows * choices, w, shared)
+    assert w.scale is not None
+    assert shared.scale is not None
+    _experts_kernel[(programs,)](
+        w.data.view(torch.uint8),
+        w.scale,
+        w.data.stride(0),
+        w.scale.stride(0),
+        shared.data.view(torch.uint8),
+        shared.scale,
+        source,
+        out,
+        routing.order,
+        routing.tiles,
+        routing.num_tiles,
+        routing.weights,
+        routing.experts,
+        rows,
+        limit,
+        own,
+        CHOICES=choices,
+        N=w.shape[-2],
+        K=columns,
+        WIDTH=out.shape[-1],
+        SECOND=second,
+        WARPS=layout.warps,
+        C=chunks,
+        DEPTH=layout.depth(w.kind, chunks),
+        SHARED_DEPTH=layout.depth(shared.kind, chunks),
+        FP4=w.kind == "fp4",
+        BLOCK=w.block,
+        SHARED_FP4=shared.kind == "fp4",
+        SHARED_BLOCK=shared.block,
+        ROUND=(act_group or 0) if second else 0,
+        num_warps=layout.warps,
+        maxnreg=layout.registers,
+    )
+
+
+def stream_experts(
+    x: Tensor,
+    routing: Routing,
+    w13: Matrix,
+    w2: Matrix,
+    shared13: Matrix | None,
+    shared2: Matrix | None,
+    *,
+    limit: float,
+    act_group: int | None,
+    layouts: tuple[Layout, Layout] | None = None,
+) -> Tensor:
+    """Run the experts for up to DECODE_ROWS rows; arguments and result as `moe_torch`.
+
+    Args:
+        layouts: of the two launches, for measurements; chosen by shape otherwise.
+    """
+    rows, choices = routing.experts.shape
+    d, inner = w2.shape[-2:]
+    first, second = layouts or (Layout.of(d), Layout.of(inner))
+    hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
+    # What nobody writes is 0; with a shared expert its programs see to that.
+    new = torch.zeros if shared2 is None else torch.empty
+    parts = new((rows, choices + 1, d), dtype=torch.float32, device=x.device)
+    x = x.contiguous()
+    _product(x, hidden, w13, shared13, routing, first, limit=limit, act_group=None, second=False)
+    _product(hidden, parts, w2, shared2, routing, second, limit=limit, act_group=act_group,
+             second=True)  # fmt: skip
+    return parts

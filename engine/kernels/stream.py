@@ -1,0 +1,283 @@
+"""Products of a few rows with narrow weights, at the rate at which weights can be read.
+
+With up to eight rows a product is a stream of weight bytes: each is read once, turned into bfloat16
+in registers and fed to tensor cores, weights as the operand with 16 rows (A), the rows of x as the
+one with 8 columns (B). Everything here is written for one thread: a tensor has one element per
+thread (so element i belongs to thread i), and a value of 4 bytes holds two bfloat16 numbers.
+
+A thread is (warp, g, t), lane = 4 g + t. In a *chunk* of 128 columns it owns the 32 columns
+32 t ..., which are one group of FP4 scales, of weight rows g and g + 8 of a tile, and of row g of
+x. A sum over columns may take them in any order, so the pairs that go into an instruction are the
+ones that are cheapest to unpack, and x is paired the same way.
+
+Unpacking: a narrow float moved to the top of a bfloat16's mantissa and the bottom of its exponent
+is its value times 2**-126 (e2m1) or 2**-120 (e4m3), subnormals included. One multiplication puts
+that right together with the group's scale. To keep the factor finite it leaves 2**-16 to be undone
+by `SUM_SCALE` on the sums; scales up to 2**17 are exact.
+
+Tensor core layout: PTX ISA, mma.m16n8k16. Three instructions have no Triton name (`load16`,
+`multiply_pairs`, `mma`); the interpreter takes equal plain forms.
+"""
+
+from __future__ import annotations
+
+from engine.kernels.roundtrip import power_of_two_at_least_device, round_e4m3_device
+from engine.kernels.triton_compat import INTERPRETED, tl, triton
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+#: Sign bits of two bfloat16 numbers.
+_SIGNS = tl.constexpr(-0x7FFF8000)
+#: What sums of `accumulate` are to be multiplied by.
+SUM_SCALE = tl.constexpr(65536.0)
+#: Columns of a chunk.
+CHUNK = 128
+
+_LOAD16 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
+    " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+)
+_MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+_MMA = tl.constexpr(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+
+@triton.jit
+def load16(pointer, use):
+    """Read 16 bytes: int32 x 4 from `pointer` (to int32, aligned), zeros where not `use`."""
+    if _INTERPRETED:
+        return (
+            tl.load(pointer, mask=use, other=0),
+            tl.load(pointer + 1, mask=use, other=0),
+            tl.load(pointer + 2, mask=use, other=0),
+            tl.load(pointer + 3, mask=use, other=0),
+        )
+    return tl.inline_asm_elementwise(
+        _LOAD16,
+        "=&r,=&r,=&r,=&r,l,r",
+        [pointer.to(tl.int64), use.to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _low(pair):
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pair(low, high):
+    """Two float32 that are bfloat16 numbers."""
+    low = (low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return low | (high.to(tl.int32, bitcast=True) & -65536)
+
+
+@triton.jit
+def multiply_pairs(a, b):
+    """Products of the two numbers of a with the two of b."""
+    if _INTERPRETED:
+        return _pair(_low(a) * _low(b), _high(a) * _high(b))
+    return tl.inline_asm_elementwise(
+        _MULTIPLY, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _mma_rows(a0, a1, b0, b1, NT: tl.constexpr):
+    """Sums over the threads of a quad, for the rows that a0 and a1 belong to: c of 2t, 2t + 1."""
+    total = tl.zeros((NT // 32, 8, 8), tl.float32)
+    for part in tl.static_range(4):
+        a = a0 if part < 2 else a1
+        b = b0 if part < 2 else b1
+        a = tl.reshape(_low(a) if part % 2 == 0 else _high(a), (NT // 32, 8, 1, 4))
+        b = tl.reshape(_low(b) if part % 2 == 0 else _high(b), (NT // 32, 1, 8, 4))
+        total += tl.sum(a * b, axis=3)
+    even, odd = tl.split(tl.reshape(total, (NT // 32, 8, 4, 2)))
+    return tl.reshape(even, (NT,)), tl.reshape(odd, (NT,))
+
+
+@triton.jit
+def mma(a0, a1, a2, a3, b0, b1, c):
+    """Add 16 columns of a tile times x to c, a tuple of four float32.
+
+    Args:
+        a0, a2: pairs of weight row g.
+        a1, a3: the same columns of row g + 8.
+        b0, b1: pairs of x's row g, of the columns of a0 and a2.
+        c: sums of (row g, x row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+    """
+    if _INTERPRETED:
+        NT: tl.constexpr = a0.shape[0]
+        s0, s1 = _mma_rows(a0, a2, b0, b1, NT)
+        s2, s3 = _mma_rows(a1, a3, b0, b1, NT)
+        return (c[0] + s0, c[1] + s1, c[2] + s2, c[3] + s3)
+    return tl.inline_asm_elementwise(
+        _MMA,
+        "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3",
+        [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+# ---------------------------------------------------------------- weights
+
+
+@triton.jit
+def fetch(
+    data, scale, row, group, half, K: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr, wanted
+):
+    """Read what one step needs: 16 bytes of each of two weight rows, and their scales.
+
+    Args:
+        data, scale: of the matrix; pointers to uint8.
+        row: its row g of the tile; the second one is row + 8, of the same block of rows.
+        group: which 32 columns.
+        half: e4m3 only: which 16 of these.
+        K: columns of the matrix.
+        FP4: e2m1, else e4m3.
+        BLOCK: side of the scales' square (e4m3).
+        wanted: false (for all threads) reads nothing and gives zeros.
+    """
+    use = group < tl.where(wanted, K // 32, 0)
+    if FP4:
+        start = data + row * (K // 2) + group * 16
+        scales = scale + row * (K // 32) + group
+        second: tl.constexpr = 8 * (K // 2)
+        s0 = tl.load(scales, mask=use, other=0)
+        s1 = tl.load(scales + 8 * (K // 32), mask=use, other=0)
+    else:
+        start = data + row * K + group * 32 + half * 16
+        wide: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        second: tl.constexpr = 8 * K
+        s0 = tl.load(scale + row // BLOCK * wide + group * 32 // BLOCK, mask=use, other=0)
+        s1 = s0
+    w = load16(start.to(tl.pointer_type(tl.int32)), use)
+    v = load16((start + second).to(tl.pointer_type(tl.int32)), use)
+    return w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3], s0, s1
+
+
+@triton.jit
+def _fp4_pairs(q, factor):
+    """Columns (i, i + 4) of the eight in q, i = 0 .. 3."""
+    p0 = ((q << 12) & _SIGNS) | ((q << 6) & 0x01C001C0)
+    p1 = ((q << 8) & _SIGNS) | ((q << 2) & 0x01C001C0)
+    p2 = ((q << 4) & _SIGNS) | ((q >> 2) & 0x01C001C0)
+    p3 = (q & _SIGNS) | ((q >> 6) & 0x01C001C0)
+    return (
+        multiply_pairs(p0, factor),
+        multiply_pairs(p1, factor),
+        multiply_pairs(p2, factor),
+        multiply_pairs(p3, factor),
+    )
+
+
+@triton.jit
+def _fp8_pairs(q, factor):
+    """Columns (0, 2) and (1, 3) of the four in q."""
+    p0 = ((q << 8) & _SIGNS) | ((q << 4) & 0x07F007F0)
+    p1 = (q & _SIGNS) | ((q >> 4) & 0x07F007F0)
+    return multiply_pairs(p0, factor), multiply_pairs(p1, factor)
+
+
+@triton.jit
+def accumulate(step, xs, FIRST: tl.constexpr, c, FP4: tl.constexpr):
+    """Add a fetched step times x to c.
+
+    Args:
+        step: of `fetch`.
+        xs: of `rows_of_x`; this step's begin at FIRST (16 of them for e2m1, 8 for e4m3).
+        c: four float32, as `mma` has them, to be multiplied by SUM_SCALE at last.
+    """
+    bias: tl.constexpr = 110 if FP4 else 104
+    # 2**(scale - 127) times what `_..._pairs` leave out, twice, as bits of bfloat16.
+    f0 = (step[8].to(tl.int32) + bias) * 0x00800080
+    f1 = (step[9].to(tl.int32) + bias) * 0x00800080
+    for j in tl.static_range(4):
+        if FP4:
+            p = _fp4_pairs(step[j], f0)
+            r = _fp4_pairs(step[4 + j], f1)
+            c = mma(p[0], r[0], p[1], r[1], xs[FIRST + 4 * j], xs[FIRST + 4 * j + 1], c)
+            c = mma(p[2], r[2], p[3], r[3], xs[FIRST + 4 * j + 2], xs[FIRST + 4 * j + 3], c)
+        else:
+            p = _fp8_pairs(step[j], f0)
+            r = _fp8_pairs(step[4 + j], f1)
+            c = mma(p[0], r[0], p[1], r[1], xs[FIRST + 2 * j], xs[FIRST + 2 * j + 1], c)
+    return c
+
+
+# ---------------------------------------------------------------- x
+
+
+@triton.jit
+def _zip(a, b):
+    """(low of a, low of b) and (high of a, high of b)."""
+    return (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
+def _round_pairs(pairs, GROUP: tl.constexpr):
+    """round_trip_fp8 of 16 pairs, a thread's 32 columns of a chunk; GROUP 32 or 128."""
+    NT: tl.constexpr = pairs[0].shape[0]
+    amax = tl.full((NT,), 1e-4, tl.float32)
+    for i in tl.static_range(16):
+        amax = tl.maximum(amax, tl.maximum(tl.abs(_low(pairs[i])), tl.abs(_high(pairs[i]))))
+    if GROUP == 128:  # the four threads of a quad
+        quad = tl.max(tl.reshape(amax, (NT // 4, 4)), axis=1)
+        amax = tl.reshape(tl.broadcast_to(quad[:, None], (NT // 4, 4)), (NT,))
+    scale = power_of_two_at_least_device(tl.div_rn(amax, 448.0))
+    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    rounded = ()
+    for i in tl.static_range(16):
+        low = round_e4m3_device(_low(pairs[i]) * inverse) * scale
+        high = round_e4m3_device(_high(pairs[i]) * inverse) * scale
+        rounded = rounded + (_pair(low, high),)  # noqa: RUF005
+    return rounded
+
+
+@triton.jit
+def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.constexpr,
+              ROUND: tl.constexpr):  # fmt: skip
+    """Read a thread's columns of its row of x, paired as `accumulate` wants them.
+
+    Args:
+        row: pointer to its bfloat16 row [K].
+        first_group: its 32 columns of the first chunk; 4 more in each further one.
+        C: chunks of a thread.
+        FP4: pairs for e2m1, else for e4m3.
+        ROUND: group of x's FP8 rounding, 32 or 128; 0 for none.
+
+    Returns:
+        16 * C int32.
+    """
+    xs = ()
+    for c in tl.static_range(C):
+        group = first_group + 4 * c
+        start = (row + group * 32).to(tl.pointer_type(tl.int32))
+        a = load16(start, group < K // 32)
+        b = load16(start + 4, group < K // 32)
+        d = load16(start + 8, group < K // 32)
+        e = load16(start + 12, group < K // 32)
+        pairs = (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3],
+                 d[0], d[1], d[2], d[3], e[0], e[1], e[2], e[3])  # fmt: skip
+        if ROUND > 0:
+            pairs = _round_pairs(pairs, ROUND)
+        for j in tl.static_range(4):
+            if FP4:
+                p = _zip(pairs[4 * j], pairs[4 * j + 2])
+                r = _zip(pairs[4 * j + 1], pairs[4 * j + 3])
+            else:
+                p = _zip(pairs[4 * j], pairs[4 * j + 1])
+                r = _zip(pairs[4 * j + 2], pairs[4 * j + 3])
+            xs = xs + (p[0], p[1], r[0], r[1])  # noqa: RUF005
+    return xs

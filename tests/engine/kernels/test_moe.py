@@ -1,0 +1,152 @@
+"""Experts: twins against the reference model's maths, kernels against the twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.moe import moe_torch
+from engine.kernels.moe_decode import can_stream, stream_experts
+from engine.kernels.router import Routing, group_torch
+from engine.kernels.roundtrip import round_trip_fp8
+from engine.model.quant import quantise_fp4, quantise_fp8
+from tests.engine.kernels.passes import DEVICE
+
+GPU = torch.cuda.is_available()
+LIMIT = 2.0  # low enough to bite
+
+
+def matrix(kind: str, *shape: int, block: int = 128, seed: int = 0) -> Matrix:
+    """Random weights in a storage format."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
+    if kind == "plain":
+        return Matrix("plain", w.to(DEVICE))
+    pack = (lambda m: quantise_fp4(m, 32)) if kind == "fp4" else (lambda m: quantise_fp8(m, block))
+    pairs = [pack(m) for m in w.flatten(0, -3)] if w.dim() > 2 else [pack(w)]
+    lead = shape[:-2]
+    data = torch.stack([p[0] for p in pairs]).view(*lead, *pairs[0][0].shape)
+    scale = torch.stack([p[1].view(torch.uint8) for p in pairs]).view(*lead, *pairs[0][1].shape)
+    data = data.view(torch.uint8) if kind == "fp4" else data
+    return Matrix(kind, data.to(DEVICE), scale.to(DEVICE), 32 if kind == "fp4" else block)
+
+
+def apart(m: Matrix) -> Matrix:
+    """The same experts, each in a run of bytes that is longer than itself, poison between."""
+    assert m.scale is not None
+    count = m.shape[0]
+
+    def spread(t: Tensor) -> Tensor:
+        size = t[0].numel()
+        wide = torch.full((count, size + 48), 255, dtype=torch.uint8, device=DEVICE)
+        wide[:, :size] = t.view(torch.uint8).view(count, size)
+        return wide[:, :size].unflatten(1, t.shape[1:]).view(t.dtype)
+
+    return Matrix(m.kind, spread(m.data), spread(m.scale), m.block)
+
+
+def routing(
+    rows: int, k: int, experts: int, *, none: tuple[int, ...] = (), seed: int = 0
+) -> Routing:
+    """Random distinct experts of each row; rows in `none` reach no expert."""
+    g = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(rows, experts, generator=g).topk(k).indices.to(torch.int32)
+    weights = torch.rand(rows, k, generator=g) + 0.5
+    chosen[list(none)], weights[list(none)] = -1, 0.0
+    chosen = chosen.to(DEVICE)
+    return Routing(chosen, weights.to(DEVICE), *group_torch(chosen, experts))
+
+
+def inputs(rows: int, d: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows that are already rounded as the format asks for."""
+    x = torch.randn(rows, d, generator=torch.Generator().manual_seed(7))
+    return round_trip_fp8(x.to(DEVICE, dtype), 32)
+
+
+def by_row(x: Tensor, r: Routing, w13: Matrix, w2: Matrix, s13: Matrix, s2: Matrix,
+           act_group: int | None) -> Tensor:  # fmt: skip
+    """Each row through its experts, one at a time, as the model's document has it."""
+    rows, k = r.experts.shape
+    parts = torch.zeros(rows, k + 1, x.shape[-1])
+    for t in range(rows):
+        for j in range(k + 1):
+            expert = int(r.experts[t, j]) if j < k else 0
+            if expert < 0:
+                continue
+            first, second = (w13[expert], w2[expert]) if j < k else (s13, s2)
+            weight = r.weights[t, j] if j < k else torch.ones((), device=x.device)
+            hidden = reference.swiglu(dequantise(first) @ x[t].float(), LIMIT, weight).to(x.dtype)
+            if act_group:
+                hidden = round_trip_fp8(hidden, act_group)
+            parts[t, j] = (dequantise(second) @ hidden.float()).cpu()
+    return parts.to(DEVICE)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    error = (got.float() - want.float()).abs().max() / want.abs().max()
+    assert error <= tolerance, f"relative error {error:.1e} > {tolerance}"
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "fp4"])
+@pytest.mark.parametrize("act_group", [None, 32])
+def test_twin_is_each_row_through_its_experts(kind: str, act_group: int | None) -> None:
+    """The torch form gives other numbers than rows taken one by one through their experts."""
+    x, r = inputs(6, 64, torch.float32), routing(6, 3, 5, none=(2,))
+    args = (
+        matrix(kind, 5, 64, 64, block=32),
+        matrix(kind, 5, 64, 32, block=32, seed=1),
+        matrix("fp8", 64, 64, block=32, seed=2),
+        matrix("fp8", 64, 32, block=32, seed=3),
+    )
+    got = moe_torch(x, r, *args, limit=LIMIT, act_group=act_group)
+    close(got, by_row(x, r, *args, act_group), 1e-5)
+    assert (got[2, :3] == 0).all(), "a padding row reached an expert"
+
+
+# rows, d, I, experts, k, act_group, fp8 block, routed format; odd widths leave warps idle
+CASES = [
+    pytest.param(3, 128, 32, 3, 2, 32, 32, "fp4", id="fp4"),
+    pytest.param(9, 96, 32, 2, 1, 32, 32, "fp4", id="more-than-a-tile"),
+    pytest.param(2, 128, 128, 2, 1, 128, 128, "fp8", id="fp8"),
+]
+REAL = [
+    pytest.param(1, 4096, 2048, 16, 6, 128, 128, "fp4", id="v4-1"),
+    pytest.param(64, 4096, 2048, 16, 6, 128, 128, "fp4", id="v4-64"),
+    pytest.param(13, 5120, 2304, 16, 6, 32, 32, "fp4", id="v41-13"),
+    pytest.param(7, 1024, 512, 8, 3, None, 128, "fp8", id="fp8-7"),
+    pytest.param(5, 416, 96, 8, 3, 32, 32, "fp4", id="odd"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "inner", "experts", "k", "group", "block", "kind"), REAL if GPU else CASES
+)
+@pytest.mark.gpu if GPU else pytest.mark.filterwarnings("default")
+def test_stream_equals_twin(
+    rows: int, d: int, inner: int, experts: int, k: int, group: int | None, block: int, kind: str
+) -> None:
+    """The decode kernels give other parts than the torch form, or touch bytes between experts."""
+    x, r = inputs(rows, d), routing(rows, k, experts, none=(1,) if rows > 1 else ())
+    w13 = apart(matrix(kind, experts, 2 * inner, d, block=block))
+    w2 = apart(matrix(kind, experts, d, inner, block=block, seed=1))
+    shared = (
+        matrix("fp8", 2 * inner, d, block=block, seed=2),
+        matrix("fp8", d, inner, block=block, seed=3),
+    )
+    assert can_stream(x, w13, w2, *shared)
+    want = moe_torch(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
+    got = stream_experts(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
+    # Sums in another order may round hidden values to neighbours, 2**-4 apart in e4m3.
+    close(got, want, 2e-2)
+    assert ((got - want).norm() / want.norm()) < 3e-3
+    again = stream_experts(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
+    assert torch.equal(got, again), "two runs differ"
+    if GPU:
+        other = Routing(r.experts + 0, r.weights, r.order, r.tiles, r.num_tiles)
+        alone = stream_experts(x, other, w13, w2, None, None, limit=LIMIT, act_group=group)
+        assert torch.equal(alone[:, :k], got[:, :k])
+        assert (alone[:, k] == 0).all()
