@@ -47,10 +47,9 @@ def _unpack(
         stored = (n < N)[:, None] & (byte < K // 2)[None, :]
         pair = tl.load(data + line * (K // 2) + byte[None, :], mask=stored, other=0)
         values = tl.reshape(tl.join(_e2m1(pair & 15), _e2m1(pair >> 4)), (ROWS, COLUMNS))
-        height: tl.constexpr = 1
     else:
         values = tl.load(data + line * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
-        height: tl.constexpr = BLOCK
+    height: tl.constexpr = 1 if PACKED else BLOCK
     wide = tl.cdiv(K, BLOCK)
     block = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)
     places = scale + (line // height) * wide + block[None, :]
@@ -99,6 +98,8 @@ def multiply(x: Tensor, w: Matrix, out_dtype: torch.dtype) -> Tensor:
         values = unpack(w, x.dtype)
         return torch.mm(x, values.t(), out_dtype=out_dtype)
     work = torch.promote_types(x.dtype, out_dtype)
+    if w.kind == "plain":
+        work = torch.promote_types(work, w.data.dtype)
     return F.linear(x.to(work), unpack(w, work)).to(out_dtype)
 
 

@@ -24,6 +24,9 @@ from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 MAX_ROWS = 64
 #: Programs that keep the memory of an H200 busy.
 _PROGRAMS = 264
+#: Of the software pipeline, and warps per program.
+STAGES = 4
+WARPS = 4
 _MAX_JOBS = 4
 
 
@@ -242,7 +245,7 @@ def _job(
         tl.store(counters + tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ends", "T"])
 def _gemv(
     xs,
     ws,
@@ -292,14 +295,15 @@ def choose(job: Job, programs: int = _PROGRAMS) -> Config:
         programs: how many should run at once.
     """
     n, k = job.w.shape
+    rows = job.x.shape[0]
     scaled = job.w.kind == "fp8"
     # 128 bytes of a weight's row per step; a block's scale must not change within a step.
     bk = min(128, job.w.block) if scaled else 128 // job.w.data.element_size()
     bn = 128 if scaled else 64
     if job.groups > 1:
         bn = min(bn, n // job.groups)
-    steps = -(-k // bk)
-    split = max(1, min(programs // -(-n // bn), steps // 4))
+    tiles = -(-n // bn) * -(-rows // _rows_per_program(rows))
+    split = max(1, min(programs // tiles, -(-k // bk) // 4))
     return Config(bn, bk, split)
 
 
@@ -328,7 +332,8 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps
     bt = _rows_per_program(rows)
     device = jobs[0].x.device
     counters = _counters(device)
-    scratches, offsets, ends, shares, forms, used = [], [], [], [], [], 0
+    scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
+    used = 0
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
         tiles = -(-n // config.bn) * -(-rows // bt)
@@ -373,7 +378,7 @@ def run(jobs: Sequence[Job]) -> None:
     """Run products of the same rows, four to a launch, with the tilings of `choose`."""
     for first in range(0, len(jobs), _MAX_JOBS):
         batch = jobs[first : first + _MAX_JOBS]
-        launch(batch, [choose(job) for job in batch], stages=4, warps=4)
+        launch(batch, [choose(job) for job in batch], stages=STAGES, warps=WARPS)
 
 
 def run_parts(x: Tensor, w: Matrix) -> Tensor:
@@ -382,5 +387,5 @@ def run_parts(x: Tensor, w: Matrix) -> Tensor:
     config = choose(Job(x, w, empty))
     shape = len(x), config.split, w.shape[0]
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    launch([Job(x, w, out)], [config], stages=4, warps=4)
+    launch([Job(x, w, out)], [config], stages=STAGES, warps=WARPS)
     return out

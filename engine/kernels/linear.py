@@ -28,9 +28,11 @@ def _rounded(x: Tensor, act_group: int | None) -> Tensor:
 
 
 def _product(x: Tensor, w: Matrix, out_dtype: torch.dtype | None) -> Tensor:
-    """Give x @ W^T in x's dtype, or in float32 where more than x's precision is asked for."""
+    """Give x @ W^T in the widest dtype of x, a plain W and the result; packed W is exact in any."""
     out = out_dtype or x.dtype
     work = torch.promote_types(x.dtype, out)
+    if w.kind == "plain":
+        work = torch.promote_types(work, w.data.dtype)
     return F.linear(x.to(work), dequantise(w, work)).to(out)
 
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.mhc_kernel import SLOTS, mix_row, mix_rows, open_site
 from engine.kernels.reference import rms_norm
 from engine.kernels.roundtrip import round_trip_fp8
+from engine.kernels.triton_compat import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,11 @@ def hc_turn_torch(
     return mixed, opened
 
 
+def _check_head(fn: Tensor | None, base: Tensor | None, carried: Tensor | None) -> None:
+    if (fn is None) != (base is None) or (fn is None) == (carried is None):
+        raise ValueError("hc_head: expected fn and base (V4), or carried alone (V4.1)")
+
+
 def hc_head_torch(
     streams: Tensor,
     fn: Tensor | None,
@@ -195,10 +202,241 @@ def hc_head_torch(
     Raises:
         ValueError: neither or both of (fn, base) and carried are given.
     """
-    if (fn is None) != (base is None) or (fn is None) == (carried is None):
-        raise ValueError("hc_head: expected fn and base (V4), or carried alone (V4.1)")
+    _check_head(fn, base, carried)
     weights = carried
     if fn is not None and base is not None:
         weights = _mixes(streams, fn, base, eps).sigmoid() + hc_eps
     assert weights is not None
     return _normed(streams, weights, norm, eps)
+
+
+# ---------------------------------------------------------------- Triton
+
+#: Programs that keep an H200 busy.
+_PROGRAMS = 264
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the closing of a site and the projection are cut up.
+
+    Args:
+        bt: rows per program; 1 takes `mix_row`, more takes `mix_rows`.
+        bd: places of d per step.
+        bk: of these, how many the projection takes at once.
+        splits: shares of d.
+        warps: per program.
+    """
+
+    bt: int
+    bd: int
+    bk: int
+    splits: int
+    warps: int
+
+
+def tiling(rows: int, width: int) -> Tiling:
+    """Tiling for T rows of streams of width d: a table by class of T."""
+    if rows <= 8:
+        bt, bd, bk, warps = 1, 64, 64, 4
+    elif rows <= 256:
+        bt, bd, bk, warps = 16, 128, 64, 4
+    else:
+        bt, bd, bk, warps = 64, 1024, 64, 4
+    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, bt), width // bd, 128))
+    return Tiling(bt, bd, bk, splits, warps)
+
+
+def _mixed(
+    streams: Tensor,
+    closing: tuple[Tensor, Tensor, Tensor] | None,
+    fn: Tensor | None,
+    cut: Tiling | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Close a site, project onto the next one's logits, or both.
+
+    Args:
+        streams: R [T, S, d], contiguous.
+        closing: (parts, post, comb) of the site to close, or None.
+        fn: of the site to open, or None.
+        cut: its tiling, by default `tiling`'s.
+
+    Returns:
+        R', and sums [T, splits, SLOTS].
+    """
+    rows, count, width = streams.shape
+    cut = cut or tiling(rows, width)
+    share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
+    splits = triton.cdiv(width, share)
+    out = streams if closing is None else torch.empty_like(streams)
+    sums = torch.empty((rows, splits, SLOTS), dtype=torch.float32, device=streams.device)
+    parts, post, comb = closing or (streams, streams, streams)
+    kernel = mix_row if cut.bt == 1 else mix_rows
+    rows_at_once = {} if cut.bt == 1 else {"BT": cut.bt, "BK": cut.bk}
+    kernel[(triton.cdiv(rows, cut.bt), splits)](
+        streams,
+        parts,
+        post,
+        comb,
+        streams if fn is None else fn,
+        out,
+        sums,
+        rows,
+        width,
+        share,
+        S=count,
+        P=0 if closing is None else parts.shape[1],
+        M=0 if fn is None else fn.shape[0],
+        SLOTS=SLOTS,
+        BD=cut.bd,
+        num_warps=cut.warps,
+        **rows_at_once,
+    )
+    return out, sums
+
+
+def _opened(
+    streams: Tensor,
+    sums: Tensor,
+    base: Tensor | None,
+    norm: Tensor,
+    carried: Tensor | None,
+    *,
+    eps: float,
+    hc_eps: float,
+    iterations: int,
+    act_group: int | None,
+) -> HcIn:
+    """Run `open_site`; with 0 iterations it makes x alone, weighted by M = S logits or `carried`."""
+    rows, count, width = streams.shape
+    device = streams.device
+    x = torch.empty((rows, width), dtype=streams.dtype, device=device)
+    xq = x if act_group is None else torch.empty_like(x)
+    gates = torch.empty((2, rows, count), dtype=torch.float32, device=device)
+    comb = torch.empty((rows, count, count), dtype=torch.float32, device=device)
+    # As many rows' coefficients per program as their shares fit its registers.
+    splits = sums.shape[1]
+    tile = max(1, min(128, 128 // triton.next_power_of_2(splits), triton.next_power_of_2(rows)))
+    logits = torch.empty((rows, SLOTS), dtype=torch.float32, device=device)
+    others = triton.cdiv(rows, tile) if iterations else 0
+    block = triton.next_power_of_2(width)
+    open_site[(rows + others,)](
+        streams,
+        gates if carried is None else carried,
+        sums,
+        gates if base is None else base,
+        norm,
+        x,
+        xq,
+        logits,
+        gates[0],
+        gates[1],
+        comb,
+        rows,
+        width,
+        eps,
+        hc_eps,
+        OWN=carried is None,
+        GROUP=act_group or 0,
+        S=count,
+        M=count * (count + 2) if iterations else count,
+        SLOTS=SLOTS,
+        SPLITS=splits,
+        ITERATIONS=iterations,
+        R=tile,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+    )
+    return HcIn(x, xq, gates[0], gates[1], comb)
+
+
+def hc_in_triton(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    norm: Tensor,
+    carried: Tensor | None,
+    *,
+    eps: float,
+    hc_eps: float,
+    iterations: int,
+    act_group: int | None,
+) -> HcIn:
+    """`hc_in_torch` in two kernels."""
+    _, sums = _mixed(streams, None, fn)
+    return _opened(
+        streams,
+        sums,
+        base,
+        norm,
+        carried,
+        eps=eps,
+        hc_eps=hc_eps,
+        iterations=iterations,
+        act_group=act_group,
+    )
+
+
+def hc_out_triton(streams: Tensor, parts: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`hc_out_torch` in one kernel."""
+    return _mixed(streams, (parts, post, comb), None)[0]
+
+
+def hc_turn_triton(
+    streams: Tensor,
+    parts: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    norm: Tensor,
+    carried: Tensor | None,
+    *,
+    eps: float,
+    hc_eps: float,
+    iterations: int,
+    act_group: int | None,
+) -> tuple[Tensor, HcIn]:
+    """`hc_turn_torch` in two kernels."""
+    mixed, sums = _mixed(streams, (parts, post, comb), fn)
+    opened = _opened(
+        mixed,
+        sums,
+        base,
+        norm,
+        carried,
+        eps=eps,
+        hc_eps=hc_eps,
+        iterations=iterations,
+        act_group=act_group,
+    )
+    return mixed, opened
+
+
+def hc_head_triton(
+    streams: Tensor,
+    fn: Tensor | None,
+    base: Tensor | None,
+    norm: Tensor,
+    carried: Tensor | None,
+    *,
+    eps: float,
+    hc_eps: float,
+) -> Tensor:
+    """`hc_head_torch` in two kernels, one where the weights are carried."""
+    _check_head(fn, base, carried)
+    if carried is None:
+        _, sums = _mixed(streams, None, fn)
+    else:
+        sums = carried[:, None]
+    return _opened(
+        streams,
+        sums,
+        base,
+        norm,
+        carried,
+        eps=eps,
+        hc_eps=hc_eps,
+        iterations=0,
+        act_group=None,
+    ).x

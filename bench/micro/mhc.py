@@ -1,0 +1,128 @@
+"""Turning from one site to the next at V4-Flash's widths: `python -m bench.micro.mhc [--quick]`.
+
+Microseconds of `hc_turn` for tilings of its first kernel, sorted, the one that ships marked with *;
+a check against the torch twin comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.micro.timing import BANDWIDTH, copies, replayed_us
+from engine.kernels import mhc
+
+DEVICE = "cuda"
+STREAMS, WIDTH = 4, 4096
+MIXING = {"eps": 1e-6, "hc_eps": 1e-6, "iterations": 20, "act_group": 128}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One site's tensors."""
+
+    streams: Tensor
+    parts: Tensor
+    post: Tensor
+    comb: Tensor
+    fn: Tensor
+    base: Tensor
+    norm: Tensor
+
+    @classmethod
+    def make(cls, rows: int) -> Inputs:
+        """Random ones; decode's sublayers leave several summands, prefill's one."""
+        normal = torch.randn(STREAMS * (STREAMS + 2), STREAMS * WIDTH, device=DEVICE)
+        count = 8 if rows <= 64 else 1
+        kind = torch.float32 if rows <= 64 else torch.bfloat16
+        return cls(
+            torch.randn(rows, STREAMS, WIDTH, device=DEVICE, dtype=torch.bfloat16),
+            torch.randn(rows, count, WIDTH, device=DEVICE, dtype=kind),
+            torch.rand(rows, STREAMS, device=DEVICE) * 2,
+            torch.rand(rows, STREAMS, STREAMS, device=DEVICE) / STREAMS,
+            normal * (STREAMS * WIDTH) ** -0.5,
+            torch.randn(STREAMS * (STREAMS + 2), device=DEVICE),
+            torch.ones(WIDTH, device=DEVICE),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a turn reads and writes at least."""
+        moved = 3 * self.streams.nbytes + self.streams.nbytes // 2  # read, write, read; x and xq
+        return moved + self.parts.nbytes + self.fn.nbytes
+
+    def turn(self, cut: mhc.Tiling | None) -> mhc.HcIn:
+        """`hc_turn` with a tiling of choice."""
+        mixed, sums = mhc._mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cut)
+        return mhc._opened(mixed, sums, self.base, self.norm, None, **MIXING)  # type: ignore[arg-type]
+
+    def close(self, cut: mhc.Tiling | None) -> Tensor:
+        """The first kernel alone."""
+        return mhc._mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cut)[0]
+
+
+def check() -> None:
+    """Compare with the twin on the GPU, at decode's, odd and prefill's numbers of rows."""
+    for rows in (1, 9, 64, 300):
+        i = Inputs.make(rows)
+        args = i.streams, i.parts, i.post, i.comb, i.fn, i.base, i.norm, None
+        mixed, opened = mhc.hc_turn_triton(*args, **MIXING)  # type: ignore[arg-type]
+        other, twin = mhc.hc_turn_torch(*args, **MIXING)  # type: ignore[arg-type]
+        errors = {
+            name: float((getattr(opened, name).float() - getattr(twin, name).float()).abs().max())
+            for name in ("x", "xq", "pre", "post", "comb")
+        }
+        errors["streams"] = float((mixed.float() - other.float()).abs().max())
+        print(f"check: T {rows}", {name: f"{error:.1e}" for name, error in errors.items()})
+
+
+def tilings(rows: int) -> dict[str, mhc.Tiling | None]:
+    """Tilings to try."""
+    found: dict[str, mhc.Tiling | None] = {"*": None}
+    if rows <= 16:
+        options = [
+            (1, 32, 32, 128, 4),
+            (1, 64, 64, 64, 4),
+            (1, 64, 64, 64, 2),
+            (1, 128, 128, 32, 8),
+        ]
+    else:
+        options = []
+    if 1 < rows <= 256:
+        options += [(16, 128, 64, 32, 4), (16, 256, 64, 16, 4), (16, 64, 64, 64, 4)]
+    if rows > 256:
+        options += [
+            (64, 1024, 64, 2, 4),
+            (64, 1024, 64, 2, 8),
+            (64, 512, 32, 4, 4),
+            (32, 1024, 64, 1, 4),
+        ]
+    return found | {str(o): mhc.Tiling(*o) for o in options}
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="the shipped tilings only")
+    quick = parser.parse_args().quick
+    check()
+    for rows in (1, 64) if quick else (1, 4, 16, 64, 1024, 8192):
+        first = Inputs.make(rows)
+        sets = [first] + [Inputs.make(rows) for _ in range(copies(first.nbytes, 40) - 1)]
+        results = []
+        for name, cut in tilings(rows).items():
+            if quick and cut is not None:
+                continue
+            both = replayed_us([lambda i=i, cut=cut: i.turn(cut) for i in sets])
+            alone = replayed_us([lambda i=i, cut=cut: i.close(cut) for i in sets])
+            results.append((both, alone, name))
+        for both, alone, name in sorted(results):
+            share = first.nbytes / (both * 1e-6) / BANDWIDTH
+            print(f"hc_turn T {rows:5} {both:8.2f} us (first {alone:7.2f}) {share:4.0%}  {name}")
+
+
+if __name__ == "__main__":
+    main()

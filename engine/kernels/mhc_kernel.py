@@ -1,0 +1,369 @@
+"""Triton kernels of engine.kernels.mhc: two launches from one site to the next.
+
+`mix_row` (or `mix_rows`) closes a site and projects the new streams onto the next site's mixing logits, in shares of d;
+`open_site` adds the shares up, in order, and has two kinds of programs: one per row that makes the
+sublayer's input, and others that make the coefficients, which nothing needs before the sublayer's
+output: Sinkhorn's long chain of divisions delays nobody.
+"""
+
+from __future__ import annotations
+
+from engine.kernels.roundtrip import fp8_device
+from engine.kernels.triton_compat import cast, dot, tl, triton
+
+#: Mixing logits per row in the partial sums: S * (S + 2) = 24 of them, the sum of squares, unused.
+SLOTS = 32
+
+
+@triton.jit
+def _dot_fine(acc, a, b):
+    """Add a [M, K] @ b [K, N] to acc, b float32, with float32's precision."""
+    if a.dtype == tl.float32:
+        return dot(a, b, acc)
+    # Three bfloat16 pieces hold float32's 24 bits; their products with bfloat16 are exact.
+    high = cast(b, tl.bfloat16)
+    rest = b - high.to(tl.float32)
+    middle = cast(rest, tl.bfloat16)
+    low = cast(rest - middle.to(tl.float32), tl.bfloat16)
+    acc = dot(a, high, acc)
+    acc = dot(a, middle, acc)
+    return dot(a, low, acc)
+
+
+@triton.jit
+def _with(values, value):
+    """A tuple with one more value."""
+    return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
+
+
+@triton.jit
+def _close(streams, parts, post, comb, out, row, d, D, S: tl.constexpr, P: tl.constexpr):
+    """Places d [BD] of one row's new streams, as a tuple; also stored to out."""
+    inside = d < D
+    dtype: tl.constexpr = streams.dtype.element_ty
+    y = tl.load(parts + row * P * D + d, mask=inside, other=0.0).to(tl.float32)
+    for p in tl.static_range(1, P):
+        y += tl.load(parts + (row * P + p) * D + d, mask=inside, other=0.0).to(tl.float32)
+    y = cast(y, dtype).to(tl.float32)
+    old = ()
+    for i in tl.static_range(S):
+        stream = tl.load(streams + (row * S + i) * D + d, mask=inside, other=0.0)
+        old = _with(old, stream.to(tl.float32))
+    new = ()
+    for j in tl.static_range(S):
+        stream = y * tl.load(post + row * S + j)
+        for i in tl.static_range(S):
+            stream += tl.load(comb + (row * S + i) * S + j) * old[i]
+        new = _with(new, cast(stream, dtype))
+        tl.store(out + (row * S + j) * D + d, new[j], mask=inside)
+    return new
+
+
+@triton.jit(do_not_specialize=["T"])
+def mix_row(
+    streams,
+    parts,
+    post,
+    comb,
+    fn,
+    out,
+    sums,
+    T,
+    D,
+    share,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Close a site (P > 0 summands) and project the streams (M > 0 logits): one row, a share of d.
+
+    sums [T, shares, SLOTS]: this share's fn . R in slots 0 .. M - 1 and its sum of squares in M.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    slot = tl.arange(0, SLOTS)
+    acc = tl.zeros((SLOTS,), tl.float32)
+    for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
+        d = d0 + tl.arange(0, BD)
+        inside = d < D
+        lines = ()
+        if M > 0:
+            for j in tl.static_range(S):
+                places = fn + slot[:, None] * S * D + j * D + d[None, :]
+                mask = (slot < M)[:, None] & inside[None, :]
+                lines = _with(lines, tl.load(places, mask=mask, other=0.0))
+        if P > 0:
+            new = _close(streams, parts, post, comb, out, row, d, D, S, P)
+        for j in tl.static_range(S if M > 0 else 0):
+            if P > 0:
+                stream = new[j].to(tl.float32)
+            else:
+                stream = tl.load(streams + (row * S + j) * D + d, mask=inside, other=0.0)
+                stream = stream.to(tl.float32)
+            # A row of ones in place of slot M would round: the squares are the stream by itself.
+            line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
+            acc += tl.sum(line * stream[None, :], axis=1)
+    if M > 0:
+        tl.store(sums + (row * tl.num_programs(1) + split) * SLOTS + slot, acc)
+
+
+@triton.jit(do_not_specialize=["T"])
+def mix_rows(
+    streams,
+    parts,
+    post,
+    comb,
+    fn,
+    out,
+    sums,
+    T,
+    D,
+    share,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """`mix_row` for BT rows, which share what is read of fn; the projection goes in steps of BK."""
+    t0 = tl.program_id(0) * BT
+    t = t0 + tl.arange(0, BT)
+    split = tl.program_id(1)
+    row = t.to(tl.int64)[:, None]
+    slot = tl.arange(0, SLOTS)
+    acc = tl.zeros((BT, SLOTS), tl.float32)
+    squares = tl.zeros((BT,), tl.float32)
+    for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
+        d = d0 + tl.arange(0, BD)
+        if P > 0:
+            for own in tl.range(t0, tl.minimum(t0 + BT, T)):
+                _close(streams, parts, post, comb, out, tl.cast(own, tl.int64), d, D, S, P)
+            # What other threads have just stored is read back as a tile.
+            tl.debug_barrier()
+        for k0 in tl.range(d0, tl.minimum(d0 + BD, D) if M > 0 else d0, BK):
+            k = k0 + tl.arange(0, BK)
+            inside = (t < T)[:, None] & (k < D)[None, :]
+            for j in tl.static_range(S):
+                a = tl.load(out + (row * S + j) * D + k[None, :], mask=inside, other=0.0)
+                wide = a.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                places = fn + slot[None, :] * S * D + j * D + k[:, None]
+                b = tl.load(places, mask=(slot < M)[None, :] & (k < D)[:, None], other=0.0)
+                acc = _dot_fine(acc, a, b)
+    if M > 0:
+        result = tl.where((slot == M)[None, :], squares[:, None], acc)
+        places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot[None, :]
+        tl.store(places, result, mask=(t < T)[:, None])
+
+
+@triton.jit
+def _sigmoid(x):
+    """Logistic function, without overflow on either side."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def _totals(sums, t, T, SLOTS: tl.constexpr, SPLITS: tl.constexpr):
+    """Sums over the shares of rows t [R]: [R, SLOTS]."""
+    COUNT: tl.constexpr = triton.next_power_of_2(SPLITS)
+    share = tl.arange(0, COUNT)[None, :, None]
+    places = sums + (t.to(tl.int64)[:, None, None] * SPLITS + share) * SLOTS
+    places += tl.arange(0, SLOTS)[None, None, :]
+    live = (t < T)[:, None, None] & (share < SPLITS)
+    return tl.sum(tl.load(places, mask=live, other=0.0), axis=1)
+
+
+@triton.jit
+def _logits(
+    sums,
+    base,
+    t,
+    T,
+    D,
+    eps,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Mixing logits of rows t [R] in slots 0 .. M - 1 of [R, SLOTS]."""
+    slot = tl.arange(0, SLOTS)
+    totals = _totals(sums, t, T, SLOTS, SPLITS)
+    squares = tl.sum(tl.where((slot == M)[None, :], totals, 0.0), axis=1)
+    rho = tl.rsqrt(squares / (S * D) + eps)
+    return totals * rho[:, None] + tl.load(base + slot, mask=slot < M, other=0.0)[None, :]
+
+
+@triton.jit
+def _coefficients(
+    sums,
+    base,
+    logits,
+    pre,
+    post,
+    comb,
+    t,
+    T,
+    D,
+    eps,
+    hc_eps,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+):
+    """Write pre, post and comb of rows t [R]; a row's matrix lies in the registers of one thread."""
+    live = t < T
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = _logits(sums, base, t, T, D, eps, S, M, SLOTS, SPLITS)
+    gate = _sigmoid(found)
+    gates = live[:, None] & (slot < S)
+    tl.store(pre + t[:, None] * S + slot, gate + hc_eps, mask=gates)
+    gates = live[:, None] & (slot >= S) & (slot < 2 * S)
+    tl.store(post + t[:, None] * S + slot - S, 2.0 * gate, mask=gates)
+    # From a tile over threads to one value per thread: cheapest through memory.
+    tl.store(logits + t[:, None] * SLOTS + slot, found, mask=live[:, None])
+    tl.debug_barrier()
+    c = ()
+    for i in tl.static_range(S):
+        line = ()
+        for j in tl.static_range(S):
+            place = logits + t * SLOTS + 2 * S + i * S + j
+            line = _with(line, tl.load(place, mask=live, other=0.0))
+        top = _largest(line, S)
+        powers = ()
+        total = tl.zeros(t.shape, tl.float32)
+        for j in tl.static_range(S):
+            power = tl.exp(line[j] - top)
+            powers = _with(powers, power)
+            total += power
+        for j in tl.static_range(S):
+            c = _with(c, powers[j] / total + hc_eps)
+    c = _divided(c, hc_eps, 1, S)
+    for _ in tl.static_range(ITERATIONS - 1):
+        c = _divided(c, hc_eps, S, S)
+        c = _divided(c, hc_eps, 1, S)
+    for i in tl.static_range(S * S):
+        tl.store(comb + t * S * S + i, c[i], mask=live)
+
+
+@triton.jit
+def _largest(values, S: tl.constexpr):
+    """Elementwise maximum of S tensors."""
+    top = values[0]
+    for j in tl.static_range(1, S):
+        top = tl.maximum(top, values[j])
+    return top
+
+
+@triton.jit
+def _divided(c, hc_eps, KEPT: tl.constexpr, S: tl.constexpr):
+    """Divide S x S values by sums: over the last axis where the first is kept, else over the first.
+
+    KEPT is the stride of the kept axis: S for the first, 1 for the last.
+    """
+    STEP: tl.constexpr = S + 1 - KEPT
+    inverse = ()
+    for a in tl.static_range(S):
+        total = c[a * KEPT]
+        for b in tl.static_range(1, S):
+            total += c[a * KEPT + b * STEP]
+        inverse = _with(inverse, 1.0 / (total + hc_eps))
+    result = ()
+    for i in tl.static_range(S * S):
+        result = _with(result, c[i] * inverse[i // KEPT % S])
+    return result
+
+
+@triton.jit
+def _input(
+    streams,
+    weights,
+    sums,
+    base,
+    norm,
+    x,
+    xq,
+    t,
+    D,
+    eps,
+    hc_eps,
+    OWN: tl.constexpr,
+    GROUP: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norm the weighted sum of a row's streams; OWN: weights from the logits, else as given."""
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    dtype: tl.constexpr = streams.dtype.element_ty
+    row = t.to(tl.int64)
+    gain = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+    u = tl.zeros((BLOCK,), tl.float32)
+    if OWN:
+        slot = tl.arange(0, SLOTS)[None, :]
+        one = t + tl.arange(0, 1)
+        gate = _sigmoid(_logits(sums, base, one, t + 1, D, eps, S, M, SLOTS, SPLITS)) + hc_eps
+    for s in tl.static_range(S):
+        stream = tl.load(streams + (row * S + s) * D + d, mask=inside, other=0.0).to(tl.float32)
+        if OWN:
+            weight = tl.sum(tl.where(slot == s, gate, 0.0))
+        else:
+            weight = tl.load(weights + row * S + s)
+        u += weight * stream
+    u = cast(u, dtype).to(tl.float32)
+    normed = cast(u * tl.rsqrt(tl.sum(u * u) / D + eps) * gain, dtype)
+    tl.store(x + row * D + d, normed, mask=inside)
+    if GROUP > 0:
+        rounded = fp8_device(normed.to(tl.float32)[None, :], GROUP, 0)
+        tl.store(xq + row * D + d, cast(tl.reshape(rounded, (BLOCK,)), dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def open_site(
+    streams,
+    carried,
+    sums,
+    base,
+    norm,
+    x,
+    xq,
+    logits,
+    pre,
+    post,
+    comb,
+    T,
+    D,
+    eps,
+    hc_eps,
+    OWN: tl.constexpr,
+    GROUP: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs 0 .. T - 1 make one row's input each; the rest, if any, R rows' coefficients each."""
+    program = tl.program_id(0)
+    if program < T:
+        _input(
+            streams, carried, sums, base, norm, x, xq, program, D, eps, hc_eps,
+            OWN, GROUP, S, M, SLOTS, SPLITS, BLOCK,
+        )  # fmt: skip
+    elif ITERATIONS > 0:
+        _coefficients(
+            sums, base, logits, pre, post, comb, (program - T) * R + tl.arange(0, R), T, D,
+            eps, hc_eps, S, M, SLOTS, SPLITS, ITERATIONS,
+        )  # fmt: skip
