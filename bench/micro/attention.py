@@ -28,25 +28,26 @@ HEADS, DIM, WINDOW, TOPK, PAIRS, BLOCK = 64, 512, 128, 512, 32, 256
 LAYERS = 6
 
 DECODE_TILES = [
-    Tile(16, 32, 16, 4, 3),
-    Tile(16, 32, 8, 4, 3),
-    Tile(16, 32, 4, 4, 5),
-    Tile(16, 64, 10, 4, 2),
-    Tile(16, 64, 5, 4, 2),
-    Tile(32, 32, 8, 8, 5),
-    Tile(32, 32, 4, 8, 5),
-    Tile(32, 32, 2, 8, 5),
-    Tile(64, 32, 4, 8, 5),
-    Tile(64, 32, 2, 8, 5),
-    Tile(64, 64, 2, 8, 3),
-    Tile(64, 32, 1, 8, 5),
+    Tile(16, 32, 20, 4, 1),
+    Tile(16, 32, 10, 4, 1),
+    Tile(16, 32, 5, 4, 1),
+    Tile(16, 32, 4, 4, 2),
+    Tile(16, 64, 10, 4, 1),
+    Tile(16, 64, 5, 8, 1),
+    Tile(32, 32, 8, 8, 2),
+    Tile(32, 32, 4, 8, 2),
+    Tile(32, 32, 2, 8, 2),
+    Tile(64, 32, 4, 8, 2),
+    Tile(64, 32, 2, 8, 2),
+    Tile(64, 64, 2, 8, 1),
+    Tile(64, 32, 1, 8, 2),
 ]
 PREFILL_TILES = [
-    Tile(64, 64, 1, 8, 3),
-    Tile(64, 64, 1, 8, 2),
+    Tile(64, 64, 1, 8, 1),
+    Tile(64, 32, 1, 8, 1),
+    Tile(64, 32, 1, 8, 2),
     Tile(64, 32, 1, 8, 3),
-    Tile(64, 32, 1, 8, 5),
-    Tile(64, 32, 1, 8, 7),
+    Tile(32, 32, 1, 8, 2),
 ]
 
 
@@ -167,9 +168,7 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
         calls = [partial(attend_triton, *a.args, **a.keywords, tile=tile) for a in layers]
         found.append((replayed_us(calls), tile, wrong))
     for time, tile, wrong in sorted(found, key=lambda row: row[0]):
-        cut = (
-            f"{tile.heads}x{tile.keys} splits {tile.splits} warps {tile.warps} stages {tile.stages}"
-        )
+        cut = f"{tile.heads}x{tile.keys} splits {tile.splits} warps {tile.warps} ahead {tile.ahead}"
         print(
             f"{name:24} {time:9.1f} us {moved / time / BANDWIDTH * 1e8:5.1f}% read "
             f"{products / time / 1e6:6.1f} TFLOP/s = {products / time / RATE * 1e8:4.1f}%  error {wrong:.1e}  {cut}"

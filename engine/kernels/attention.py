@@ -129,28 +129,27 @@ class Tile:
         keys: of a tile.
         splits: programs that share the keys of a row, each walking its own.
         warps: per program.
-        stages: of the pipeline that loads keys. A key's place is loaded first, so that n tiles are
-            in flight while one is computed at 2 n + 1.
+        ahead: tiles being loaded while one is computed.
     """
 
     heads: int
     keys: int
     splits: int
     warps: int
-    stages: int
+    ahead: int
 
 
 #: Decode by rows of the pass, up to each: fewer programs per row where there are more rows.
 _DECODE = {
-    2: Tile(heads=16, keys=32, splits=16, warps=4, stages=3),
-    8: Tile(heads=16, keys=32, splits=8, warps=4, stages=3),
-    16: Tile(heads=16, keys=32, splits=4, warps=4, stages=5),
-    32: Tile(heads=32, keys=32, splits=4, warps=8, stages=5),
-    128: Tile(heads=64, keys=32, splits=2, warps=8, stages=5),
+    2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1),
+    8: Tile(heads=16, keys=32, splits=10, warps=4, ahead=1),
+    16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
+    32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
+    128: Tile(heads=64, keys=32, splits=2, warps=8, ahead=2),
 }
-_PREFILL = Tile(heads=64, keys=32, splits=1, warps=8, stages=5)
+_PREFILL = Tile(heads=64, keys=32, splits=1, warps=8, ahead=2)
 #: Without narrow tensor cores.
-_FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, stages=1)
+_FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
 
 
 def tile_for(rows: Rows, heads: int, keys: int, dtype: torch.dtype) -> Tile:
@@ -169,7 +168,7 @@ def tile_for(rows: Rows, heads: int, keys: int, dtype: torch.dtype) -> Tile:
         tile = _FLOAT32
     splits = min(tile.splits, -(-keys // tile.keys))
     most = 1 << max(heads - 1, 15).bit_length()
-    return Tile(min(tile.heads, most), tile.keys, splits, tile.warps, tile.stages)
+    return Tile(min(tile.heads, most), tile.keys, splits, tile.warps, tile.ahead)
 
 
 def attend_triton(
@@ -262,7 +261,8 @@ def attend_triton(
         M=tile.heads,
         N=tile.keys,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        # The place of an entry is loaded a tile before the entry.
+        num_stages=tile.ahead * (1 if entries is None else 2) + 1,
     )
     if tile.splits > 1:
         combine_kernel[(tokens, heads)](

@@ -183,10 +183,10 @@ def test_planted_faults_show(fault):
 
 
 TILES = {
-    "whole": Tile(16, 16, 1, 4, 2),
-    "split": Tile(16, 16, 3, 4, 2),
-    "warp groups": Tile(64, 16, 1, 8, 3),
-    "warp groups split": Tile(64, 16, 2, 8, 3),
+    "whole": Tile(16, 16, 1, 4, 1),
+    "split": Tile(16, 16, 3, 4, 1),
+    "warp groups": Tile(64, 16, 1, 8, 2),
+    "warp groups split": Tile(64, 16, 2, 8, 2),
     "chosen": None,
 }
 
