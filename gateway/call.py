@@ -40,6 +40,7 @@ class Call:
         flat_errors: Chat errors are told in SGLang's form.
         path: as it was sent; the scope holds the canonical one.
         key: name of the caller's key.
+        salt: of what is kept of the caller's prompts; never logged.
         status: of the reply, 0 while none was sent.
         outcome: how it ended where that was not by itself: `client_left`, `slow_reader` or the code
             of an error.
@@ -51,6 +52,7 @@ class Call:
     path: str
     flat_errors: bool = False
     key: str = "-"
+    salt: str = ""
     status: int = 0
     outcome: str = "done"
     notes: dict[str, Any] = field(default_factory=dict)

@@ -107,7 +107,10 @@ class Endpoints:
             return self._service.refuse(request, error)
         except ClientDisconnect:
             return nobody_listens()
-        return await self._reply(request, call, _Opened(completion, reply_id))
+        tape = None
+        if self._service.recorder is not None:
+            tape = Tape("completions", reply_id, self._service.profile.name, body)
+        return await self._reply(request, call, _Opened(completion, reply_id, tape))
 
     async def _generate(self, protocol: Protocol, request: Request) -> ASGIApp:
         call = Call.of(request.scope)

@@ -61,6 +61,8 @@ def protocol_of(path: str) -> Protocol:
 def error_response(call: Call, error: ClientError) -> Response:
     """Build the whole HTTP reply for a failure, in the caller's error shape; note it on the call."""
     call.outcome = error.code
+    if error.details is not None:
+        call.notes["details"] = error.details
     headers = {}
     if isinstance(error, RetryLaterError):
         headers["retry-after"] = str(error.seconds)

@@ -123,7 +123,7 @@ class Front:
                     caller = self._keys.enter(
                         header(headers, b"authorization"), header(headers, b"x-api-key")
                     )
-                    call.key = caller.name
+                    call.key, call.salt = caller.name, caller.salt
                 if scope["method"] == "POST" and scope["path"] in self._making:
                     self._take_place()
                     counted = True

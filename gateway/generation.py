@@ -105,7 +105,7 @@ class Generations:
         tape: Tape | None,
         settle: Callable[[], Awaitable[None]] | None,
     ) -> AsyncGenerator[list[bytes], None]:
-        request = self._request(exchange, request_id, index, scripts)
+        request = self._request(exchange, request_id, index, scripts, pace.call.salt)
         deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
         begun, cached, last, completion_tokens = False, 0, 0.0, 0
         gap = self._metrics.gaps.add
@@ -133,9 +133,9 @@ class Generations:
                                 gap(now - last)
                             last = now
                             completion_tokens += len(delta.token_ids)
-                            if tape is not None:
-                                tape.step(index, delta.token_ids)
                             logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs)
+                            if tape is not None:
+                                tape.step(index, delta.token_ids, logprobs)
                             frames += exchange.receive(delta.token_ids, logprobs)
                         # finished without a reason of the backend's: a stop string, a last call
                         if reason is not None or exchange.finished:
@@ -194,7 +194,7 @@ class Generations:
                 self._metrics.take_report(exchange.report)
 
     def _request(
-        self, exchange: Reply, request_id: str, index: int, scripts: Sequence[str]
+        self, exchange: Reply, request_id: str, index: int, scripts: Sequence[str], salt: str
     ) -> GenerateRequest:
         """Build what the backend is asked for on behalf of one choice."""
         sampling = exchange.sampling
@@ -209,9 +209,13 @@ class Generations:
                 # choices with one seed would all be the same
                 seed=None if seed is None else seed ^ index,
                 top_logprobs=sampling.top_logprobs,
+                presence_penalty=sampling.moves.presence,
+                frequency_penalty=sampling.moves.frequency,
+                logit_bias=sampling.moves.bias,
                 stop_token_ids=self._stop_token_ids,
             ),
             script=scripts[0] if scripts else None,
+            cache_salt=salt,
         )
 
 
@@ -220,7 +224,7 @@ class _Pace:
 
     def __init__(self, metrics: Metrics, call: Call) -> None:
         self._metrics = metrics
-        self._call = call
+        self.call = call
         self._accepted = monotonic()
 
     def begin(self, index: int, now: float, prompt_tokens: int, cached_tokens: int) -> None:
@@ -229,16 +233,16 @@ class _Pace:
             self._metrics.cached_tokens.inc(cached_tokens)
         if not index:
             self._metrics.first_token.observe(now - self._accepted)
-            self._call.notes["prompt_tokens"] = prompt_tokens
-            self._call.notes["ttft_ms"] = round((now - self._accepted) * 1000, 1)
+            self.call.notes["prompt_tokens"] = prompt_tokens
+            self.call.notes["ttft_ms"] = round((now - self._accepted) * 1000, 1)
 
     def finish(self, finish: str) -> None:
-        self._call.notes["finish"] = finish
+        self.call.notes["finish"] = finish
 
     def end(self, tokens: int) -> None:
         self._metrics.completion_tokens.inc(tokens)
-        before = self._call.notes.get("completion_tokens", 0)
-        self._call.notes["completion_tokens"] = before + tokens
+        before = self.call.notes.get("completion_tokens", 0)
+        self.call.notes["completion_tokens"] = before + tokens
 
 
 async def _together(

@@ -35,6 +35,7 @@ class Caller:
 
     Args:
         name: shown in logs in place of the key.
+        salt: of what is kept of its prompts; differs from key to key and gives no key away.
         concurrency: most requests open at once, None for no limit.
         requests_per_minute: None for no limit.
     """
@@ -42,6 +43,7 @@ class Caller:
     name: str
     concurrency: int | None = None
     requests_per_minute: int | None = None
+    salt: str = ""
     open: int = 0
     _tokens: float = math.inf  # requests that may come at once now; filled up on the first look
     _looked: float = 0.0
@@ -99,6 +101,8 @@ class Keys:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callers = [(_digest(key), caller) for key, caller in callers.items()]
+        for key, caller in callers.items():
+            caller.salt = hashlib.sha256(b"prefix cache\0" + _digest(key)).hexdigest()
         self._anonymous = anonymous
         self._clock = clock
 

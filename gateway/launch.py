@@ -62,6 +62,7 @@ def open_backend(settings: Settings) -> Backend:
         device=settings.device,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        prefix_cache=settings.prefix_cache,
     )
     embedded = EmbeddedBackend(settings.model, options)
     kind, _, script = settings.backend.partition(":")

@@ -65,7 +65,7 @@ class PlainEndpoints:
     async def model_by_id(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
         name, model = request.path_params["model_id"], self._service.model
-        if name not in model.names:
+        if not model.answers_to(name):
             return error_response(
                 Call.of(request.scope),
                 ClientError(

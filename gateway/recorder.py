@@ -13,14 +13,23 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
-from parsers import ClientError, Codec, Exchange, Protocol, ReasoningCache, ReplyError
+from parsers import (
+    ClientError,
+    Codec,
+    Completion,
+    Exchange,
+    Protocol,
+    ReasoningCache,
+    ReplyError,
+    TokenLogprob,
+)
 
 #: What the codec draws afresh for every reply: seconds and the random part of its ids.
 _FRESH = (
@@ -62,14 +71,14 @@ class Tape:
     """What is recorded of one exchange while it runs.
 
     Args:
-        protocol: whose body it is.
+        protocol: whose body it is; "completions" for the raw route.
         exchange_id: id of the reply.
         profile: the rules it was opened under.
         body: as received.
         history: what the store lent to it.
     """
 
-    protocol: Protocol
+    protocol: Protocol | Literal["completions"]
     exchange_id: str
     profile: str
     body: bytes
@@ -78,9 +87,18 @@ class Tape:
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     reply: list[bytes] = field(default_factory=list)
 
-    def step(self, choice: int, token_ids: tuple[int, ...]) -> None:
-        """Take one step of a choice."""
-        self._of(choice)["generations"][-1].append(token_ids)
+    def step(
+        self,
+        choice: int,
+        token_ids: tuple[int, ...],
+        logprobs: Sequence[TokenLogprob] | None = None,
+    ) -> None:
+        """Take one step of a choice; its log-probabilities where the request asked for them."""
+        taken = self._of(choice)
+        taken["generations"][-1].append(token_ids)
+        if logprobs is not None:
+            number = len(taken["generations"]) - 1, len(taken["generations"][-1]) - 1
+            taken.setdefault("logprobs", []).append([*number, logprobs])
 
     def again(self, choice: int) -> None:
         """A choice goes on in a second generation."""
@@ -176,24 +194,13 @@ def _again(record: dict[str, Any], codec: Codec) -> str | None:
         return (
             f"recorded under profile {record['profile']!r}, replayed under {codec.profile.name!r}"
         )
-    reasoning = ReasoningCache()
-    for call_id, text in record["reasoning"].items():
-        reasoning.put([call_id], text)
-    history = record["history"]
     try:
-        exchange = codec.open_exchange(
-            record["protocol"],
-            record["body"].encode(),
-            exchange_id=record["id"],
-            reasoning=reasoning,
-            stateful=True,
-            history=None if history is None else history.encode(),
-        )
+        exchange = _open(record, codec)
     except ClientError as error:
         return f"the request is refused now: {error.message}"
+    choices: Sequence[Exchange | Completion] = exchange.choices
     streams = [
-        _feed(choice, taken)
-        for choice, taken in zip(exchange.choices, record["choices"], strict=False)
+        _feed(choice, taken) for choice, taken in zip(choices, record["choices"], strict=False)
     ]
     if record["failure"] is not None or (len(exchange.choices) > 1 and exchange.stream):
         return None  # only that the steps go through: an order of arrival is not repeated
@@ -207,13 +214,35 @@ def _again(record: dict[str, Any], codec: Codec) -> str | None:
     return _compare(record["reply"].encode(), reply)
 
 
-def _feed(exchange: Exchange, taken: dict[str, Any]) -> list[bytes]:
+def _open(record: dict[str, Any], codec: Codec) -> Exchange | Completion:
+    body = record["body"].encode()
+    if record["protocol"] == "completions":
+        return codec.open_completion(body, exchange_id=record["id"], created=0)
+    reasoning = ReasoningCache()
+    for call_id, text in record["reasoning"].items():
+        reasoning.put([call_id], text)
+    history = record["history"]
+    return codec.open_exchange(
+        record["protocol"],
+        body,
+        exchange_id=record["id"],
+        reasoning=reasoning,
+        stateful=True,
+        history=None if history is None else history.encode(),
+    )
+
+
+def _feed(exchange: Exchange | Completion, taken: dict[str, Any]) -> list[bytes]:
     frames = exchange.start(len(exchange.prompt_ids), taken.get("cached_tokens", 0))
+    logprobs = {
+        (generation, step): [(own, [(id_, score) for id_, score in top]) for own, top in found]
+        for generation, step, found in taken.get("logprobs", ())
+    }
     for number, generation in enumerate(taken["generations"]):
         if number:
             exchange.continuation()
-        for step in generation:
-            frames += exchange.receive(step)
+        for at, step in enumerate(generation):
+            frames += exchange.receive(step, logprobs.get((number, at)))
     if "finish" in taken:
         finish: Literal["stop", "length"] = "length" if taken["finish"] == "length" else "stop"
         frames += exchange.close(finish, taken["completion_tokens"])

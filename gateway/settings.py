@@ -60,6 +60,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(_name(part.strip()) for part in text.split(","))
 
 
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError
+    return text == "on"
+
+
 def _backend(text: str) -> str:
     kind, _, argument = text.partition(":")
     if text != "embedded" and not (kind == "scripted" and argument):
@@ -186,6 +192,14 @@ class Settings:
             _positive_int, "a whole number above 0", "most requests the engine runs at once"
         ),
     )
+    prefix_cache: bool = field(
+        default=True,
+        metadata=_rule(
+            _switch,
+            "one of on, off",
+            "whether the engine keeps what prompts have in common with earlier ones, per API key",
+        ),
+    )
     name: str | None = field(
         default=None,
         metadata=_rule(_name, "a name", "name the model is served under (default: its own)"),
@@ -193,7 +207,9 @@ class Settings:
     aliases: tuple[str, ...] = field(
         default=(),
         metadata=_rule(
-            _names, "names separated by commas", "further names the model answers to, by commas"
+            _names,
+            "names separated by commas",
+            "further names the model answers to, by commas; * stands for any characters",
         ),
     )
     profile: ProfileName = field(
@@ -403,6 +419,8 @@ def _flag(field_name: str) -> str:
 def _shown(default: Any) -> str:
     if default is None or default == ():
         return ""
+    if isinstance(default, bool):
+        default = "on" if default else "off"
     return " [the one that ships]" if default == TINY_CHECKPOINT else f" [{default}]"
 
 

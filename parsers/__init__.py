@@ -45,7 +45,8 @@ from parsers.report import Repaired, Report, Withheld
 from parsers.request import Stored
 from parsers.rules import PROFILES, Profile
 from parsers.toolset import ToolSet
-from parsers.values import Constraint, Sampling, ServedModel
+from parsers.values import Constraint, LogitMoves, Sampling, ServedModel
+from parsers.wire import TokenLogprob
 
 __all__ = [
     "BARE",
@@ -63,6 +64,7 @@ __all__ = [
     "Exchange",
     "GatePolicy",
     "Hold",
+    "LogitMoves",
     "ParsedCall",
     "ParsedCalls",
     "Profile",
@@ -76,6 +78,7 @@ __all__ = [
     "Separated",
     "ServedModel",
     "Stored",
+    "TokenLogprob",
     "ToolSet",
     "Withheld",
     "error_body",

@@ -17,7 +17,6 @@ from parsers.body import (
     is_number,
     is_stop,
     kind,
-    number,
     require,
 )
 from parsers.chat_messages import read_messages
@@ -26,6 +25,7 @@ from parsers.reasoning import ReasoningStore
 from parsers.request import (
     EFFORTS,
     FLAG,
+    MOVES,
     SAMPLING,
     TOKEN_LIMIT,
     Request,
@@ -33,14 +33,16 @@ from parsers.request import (
     check_model,
     custom_parameters,
     function_tool,
+    read_moves,
     unheeded,
 )
 from parsers.rules import Profile
 from parsers.schemas import check_size
-from parsers.values import ReplyFormat, ServedModel, ToolChoice
+from parsers.values import NO_MOVES, ReplyFormat, ServedModel, ToolChoice
 
 FIELDS = {
     **SAMPLING,
+    **MOVES,
     "stream": FLAG,
     "stream_options": kind(dict, "an object"),
     "max_tokens": TOKEN_LIMIT,
@@ -49,8 +51,6 @@ FIELDS = {
     "seed": integer(0, 2**63 - 1),
     "logprobs": FLAG,
     "top_logprobs": integer(0, 20),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
     "stop": (is_stop, "a non-empty string or at most 16 of them"),
     "tools": kind(list, "an array of tools"),
     "thinking": kind(dict, "an object"),
@@ -60,12 +60,13 @@ FIELDS = {
     "chat_template_kwargs": kind(dict, "an object"),
 }
 
-# What reaches the prompt, the sampling or the reply; any other field is accepted and reported.
-HONOURED = frozenset(FIELDS) - {
-    "presence_penalty",
-    "frequency_penalty",
-    "chat_template_kwargs",
-} | {"model", "messages", "tool_choice", "reasoning_effort"}
+# What the codec is given; any other field is accepted and, unless it is heeded here, reported.
+HONOURED = frozenset(FIELDS) - {*MOVES, "chat_template_kwargs"} | {
+    "model",
+    "messages",
+    "tool_choice",
+    "reasoning_effort",
+}
 # Fields whose "off" value asks for nothing, so that leaving them unheeded ignores nothing.
 NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0,
@@ -100,7 +101,9 @@ def read_chat(
     check_fields(body, FIELDS)
     if body.get("n", 1) > profile.max_n:
         raise ClientError(f"n: expected at most {profile.max_n}, got {body['n']}", param="n")
-    ignored = list(unheeded(body, HONOURED, NEUTRAL))
+    # Where the codec's sampling rules, as the hosted API's do, penalties have no effect.
+    moves = profile.sampling == "client"
+    ignored = list(unheeded(body, HONOURED | MOVES.keys() if moves else HONOURED, NEUTRAL))
     effort = _read_thinking(body, served, profile, ignored)
     _check_options(body)
     tools, customs = _read_tools(body)
@@ -127,6 +130,7 @@ def read_chat(
         parallel_calls=body.get("parallel_tool_calls", True),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
+        moves=read_moves(body) if moves else NO_MOVES,
         ignored=tuple(sorted(ignored)),
         n=raw.get("n") or 1,
         reply_format=_reply_format(body.get("response_format")),

@@ -25,7 +25,7 @@ from parsers.exchange import Exchange
 from parsers.opening import READERS, open_choices
 from parsers.policy import Hold
 from parsers.reasoning import ReasoningStore
-from parsers.request import Request
+from parsers.request import Request, check_bias
 from parsers.rules import PROFILES, Profile
 from parsers.values import Constraint, Sampling, ServedModel
 from parsers.wire import Chunks, Wire
@@ -402,8 +402,10 @@ class Codec:
         """Settle how to generate.
 
         Raises:
-            ClientError: prompt and reply do not fit the context.
+            ClientError: prompt and reply do not fit the context, or a token is biased that the
+                model does not have.
         """
+        check_bias(request.moves, self.vocabulary)
         limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
         options = converted.native.inference_options
         if prompt_tokens >= limit:
@@ -429,6 +431,7 @@ class Codec:
             top_p=top_p,
             seed=options.seed,
             top_logprobs=(options.top_logprobs or 0) if options.logprobs else None,
+            moves=request.moves,
         )
 
     def wire(

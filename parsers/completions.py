@@ -26,7 +26,16 @@ from parsers.detokenize import Detokenizer, Vocabulary
 from parsers.dialects import spell
 from parsers.errors import ClientError, error_body
 from parsers.invoke import Finish
-from parsers.request import FLAG, SAMPLING, TOKEN_LIMIT, check_model, unheeded
+from parsers.request import (
+    FLAG,
+    MOVES,
+    SAMPLING,
+    TOKEN_LIMIT,
+    check_bias,
+    check_model,
+    read_moves,
+    unheeded,
+)
 from parsers.values import Sampling, ServedModel
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
 
 FIELDS = {
     **SAMPLING,
+    **MOVES,
     "stream": FLAG,
     "stream_options": kind(dict, "an object"),
     "max_tokens": TOKEN_LIMIT,
@@ -45,7 +55,6 @@ FIELDS = {
     "echo": ((lambda v: v is False), "false: the prompt is not repeated"),
     "suffix": ((lambda v: v == ""), "nothing: no text is filled in"),
 }
-NEUTRAL: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
 
 _DEFAULT_TOKENS = 16  # the protocol's own default
 _DONE = b"data: [DONE]\n\n"
@@ -275,7 +284,8 @@ def open_completion(
     check_fields(body, FIELDS)
     if "stream_options" in body and not body.get("stream"):
         raise ClientError("stream_options: only allowed with stream: true", param="stream_options")
-    prompt = read_prompt(body, vocabulary)
+    prompt, moves = read_prompt(body, vocabulary), read_moves(body)
+    check_bias(moves, vocabulary)
     prompt_ids = tuple(encode(prompt)) if isinstance(prompt, str) else prompt
     max_tokens = body.get("max_tokens", _DEFAULT_TOKENS)
     room = served.max_model_len - len(prompt_ids)
@@ -295,13 +305,14 @@ def open_completion(
             top_p=body.get("top_p", 1.0),
             seed=body.get("seed"),
             top_logprobs=body.get("logprobs"),
+            moves=moves,
         ),
         stops=[stops] if isinstance(stops, str) else stops,
         vocabulary=vocabulary,
         eos_token_ids=served.eos_token_ids,
         stream=body.get("stream", False),
         model=name,
-        ignored=unheeded(body, {*FIELDS, "model", "prompt"}, NEUTRAL),
+        ignored=unheeded(body, {*FIELDS, "model", "prompt"}, {}),
         exchange_id=exchange_id,
         created=created,
     )

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parsers.body import Body, describe, fail, integer, is_number, kind, number, require
+from parsers.detokenize import Vocabulary
 from parsers.errors import ClientError
 from parsers.schemas import check_size
-from parsers.values import ReplyFormat, ServedModel, ToolChoice
+from parsers.values import NO_MOVES, LogitMoves, ReplyFormat, ServedModel, ToolChoice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
 
@@ -23,6 +24,28 @@ SAMPLING = {
     "temperature": number(0, 2),
     "top_p": ((lambda v: is_number(v) and 0 < v <= 1), "a number in (0, 1]"),
 }
+MOST_BIASES = 4096
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _is_bias(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MOST_BIASES
+        and all(_TOKEN_ID.fullmatch(key) for key in value)
+        and all(is_number(number_) and -100 <= number_ <= 100 for number_ in value.values())
+    )
+
+
+MOVES = {
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": (
+        _is_bias,
+        f"an object of at most {MOST_BIASES} token ids with numbers in [-100, 100]",
+    ),
+}
+"""Fields that move logits, in Chat and Completions; the other protocols have none."""
 TOKEN_LIMIT = integer(1, 2**32 - 1)
 FLAG = kind(bool, "true or false")
 
@@ -68,6 +91,7 @@ class Request:
         parallel_calls: whether it may hold more than one.
         temperature: the client's value, None where it sent none.
         top_p: likewise.
+        moves: penalties and biases.
         ignored: names of fields accepted without effect, sorted.
         n: how many choices.
         reply_format: the JSON the answer is to be, None for any text.
@@ -88,6 +112,7 @@ class Request:
     temperature: float | None
     top_p: float | None
     ignored: tuple[str, ...]
+    moves: LogitMoves = NO_MOVES
     n: int = 1
     reply_format: ReplyFormat | None = None
     customs: frozenset[str] = frozenset()
@@ -106,16 +131,37 @@ def check_model(body: Body, served: ServedModel) -> str:
         ClientError: it is missing, not a string, or not a name of the served model.
     """
     name = body.get("model")
-    names = ", ".join(served.names)
+    names = ", ".join((served.name, *served.aliases))
     if not isinstance(name, str):
         raise fail("model", f"one of {names}", name)
-    if name not in served.names:
+    if not name or not served.answers_to(name):
         raise ClientError(
             f"model: expected one of {names}, got {describe(name)}",
             code="model_not_found",
             param="model",
         )
     return name
+
+
+def read_moves(body: Body) -> LogitMoves:
+    """Return the penalties and biases of a body whose fields were checked by ``MOVES``."""
+    bias = body.get("logit_bias", {})
+    return LogitMoves(
+        presence=body.get("presence_penalty", 0.0),
+        frequency=body.get("frequency_penalty", 0.0),
+        bias=tuple((int(token_id), value) for token_id, value in bias.items() if value),
+    )
+
+
+def check_bias(moves: LogitMoves, vocabulary: Vocabulary) -> None:
+    """Raise unless the model has every token that is biased.
+
+    Raises:
+        ClientError: it lacks one; ``param`` names it.
+    """
+    for token_id, _ in moves.bias:
+        if vocabulary.bytes_of(token_id) is None:
+            raise fail(f"logit_bias.{token_id}", "a token id of the model", token_id)
 
 
 def unheeded(body: Body, honoured: Iterable[str], neutral: Mapping[str, Any]) -> tuple[str, ...]:

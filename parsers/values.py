@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ class ServedModel:
         tokenizer_path: path of its ``tokenizer.json``.
         max_model_len: context in tokens, prompt and reply together.
         eos_token_ids: ids that end a turn; cut before the codec.
-        aliases: further names accepted in requests.
+        aliases: further names accepted in requests; a ``*`` in one stands for any characters.
         has_vision: whether a vision tower is loaded.
     """
 
@@ -32,8 +33,34 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name a request may use, the public one first."""
-        return (self.name, *self.aliases)
+        """Every name that can be listed, the public one first; not the patterns."""
+        return (self.name, *(alias for alias in self.aliases if "*" not in alias))
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a request may use a name."""
+        return name in self.names or any(
+            re.fullmatch(".*".join(map(re.escape, alias.split("*"))), name, re.DOTALL)
+            for alias in self.aliases
+            if "*" in alias
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMoves:
+    """What a request adds to the logits before they are scaled by the temperature.
+
+    Args:
+        presence: taken from those of tokens that were generated before, in [-2, 2].
+        frequency: likewise, as often as they were.
+        bias: (token id, value) pairs that are added, values in [-100, 100].
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+NO_MOVES = LogitMoves()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +73,7 @@ class Sampling:
         top_p: nucleus mass in (0, 1].
         seed: None leaves the choice to the engine.
         top_logprobs: None for no logprobs, else how many rivals to report, 0-20.
+        moves: penalties and biases.
     """
 
     max_tokens: int
@@ -53,6 +81,7 @@ class Sampling:
     top_p: float
     seed: int | None = None
     top_logprobs: int | None = None
+    moves: LogitMoves = NO_MOVES
 
 
 @dataclass(frozen=True, slots=True)

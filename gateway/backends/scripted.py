@@ -14,6 +14,10 @@ A script is a file of JSON lines, one per reply:
 Requests that choose no line get the lines in file order, each its own; after the last comes the
 first again, so that a demonstration does not run dry. `max_tokens` holds as with any backend.
 
+A forced tool choice while thinking is two generations (parsers.exchange), so it takes two lines:
+the reasoning, and then the inside of the call that was opened for the model. A request may name
+both, `x-bathyal-script: THINK, CALL`; without a name the next two in order are played.
+
 The tokenizer and the model's limits are those of a checkpoint folder; its weights are not read.
 """
 

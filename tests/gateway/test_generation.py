@@ -21,6 +21,7 @@ from gateway.backends.embedded import _Mailbox
 from gateway.backends.scripted import ScriptedBackend
 from gateway.deadlines import Deadline, Limits
 from tests.gateway.support import (
+    FunctionBackend,
     RawCall,
     call,
     chat_body,
@@ -114,6 +115,51 @@ class TestDeadlines:
         gone = asyncio.Event()
         status, body = run(main())
         assert (status, body["error"]["code"]) == (504, "step_timeout")
+
+    @pytest.mark.parametrize(
+        ("path", "body", "where"),
+        [
+            (CHAT, chat_body(stream=True), ("error", "code", "step_timeout")),
+            (
+                "/v1/messages",
+                {**chat_body(stream=True), "max_tokens": 9},
+                ("error", "type", "timeout_error"),
+            ),
+            (
+                "/v1/responses",
+                {"model": "test-model", "input": "q", "stream": True},
+                ("response", "error", "code", "server_error"),
+            ),
+        ],
+    )
+    def test_a_stream_says_that_it_was_the_time(
+        self, info: ModelInfo, path: str, body: dict[str, Any], where: tuple[str, ...]
+    ) -> None:
+        """After the headers the error is what it would have been before: no internal error."""
+
+        async def stalling(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            for _ in range(3):
+                yield TokenDelta(request.id, (60,), usage=Usage(1, 1))
+            await gone.wait()
+
+        async def main() -> bytes:
+            nonlocal gone
+            gone = asyncio.Event()
+            backend = FunctionBackend(info, stalling)
+            backend.abort = lambda _id: gone.set()  # type: ignore[method-assign]
+            async with running(backend, step_seconds=0.05, first_token_seconds=60) as app:
+                one = RawCall(app, path, orjson.dumps(body))
+                assert (await one.start())[0] == 200
+                return await one.rest()
+
+        gone = asyncio.Event()
+        frames = [frame for frame in data_frames(run(main())) if frame != "[DONE]"]
+        *path_, last = where
+        found = frames[-1]
+        for key in path_:
+            found = found[key]
+        assert found == last
+        assert "longer than 0.05 s" in orjson.dumps(frames[-1]).decode()
 
     def test_a_slow_reader_is_no_slow_backend(self) -> None:
         """While nobody asks for a step, the time for one does not run."""

@@ -61,7 +61,16 @@ def asks() -> list[Any]:
     messages_tool = {"name": "f", "input_schema": {"type": "object"}}
     rows: list[Any] = []
     for stream in (False, True):
+        raw = {"model": "test-model", "prompt": "?", "stream": stream}
+        plain = {"x-bathyal-script": "plain"}
         rows += [
+            ("/v1/completions", raw, plain),
+            ("/v1/completions", {**raw, "logprobs": 1, "stop": "x"}, plain),
+            (
+                "/v1/chat/completions",
+                chat_body(stream=stream, logprobs=True, top_logprobs=2),
+                plain,
+            ),
             ("/v1/chat/completions", chat_body(tools=[TOOL], stream=stream, **ON), {}),
             (
                 "/v1/chat/completions",
@@ -104,6 +113,7 @@ LINES = [
     text_line(CALL, name="call"),
     text_line(REST, name="rest"),
     text_line("abc", name="broken", finish="error"),
+    text_line("abc, x", name="plain"),
 ]
 
 
@@ -115,7 +125,9 @@ def test_a_replay_of_every_protocol_comes_out_the_same(info: ModelInfo, tmp_path
     found = differences(info, path)
     assert found == [None] * len(asks())
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    assert {line["protocol"] for line in lines} == {"chat", "responses", "messages"}
+    assert {line["protocol"] for line in lines} == {
+        *("chat", "responses", "messages", "completions")
+    }
     assert [len(line["choices"][0]["generations"]) for line in lines].count(2) == 2
     assert [line["failure"] for line in lines].count("backend_error") == 2
 

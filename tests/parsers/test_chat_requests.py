@@ -251,10 +251,10 @@ def test_null_fields_are_as_absent(codec: Codec) -> None:
 def test_fields_without_effect_are_named(codec: Codec) -> None:
     """Unknown and unheeded fields are accepted and listed; neutral values ask for nothing."""
     exchange = open_chat(
-        codec, user="u", frequency_penalty=1, presence_penalty=0, logit_bias={}, zzz=1, n=1
+        codec, user="u", top_k=1, presence_penalty=0, logit_bias={}, store=False, zzz=1, n=1
     )
 
-    assert exchange.ignored == ("frequency_penalty", "user", "zzz")
+    assert exchange.ignored == ("top_k", "user", "zzz")
 
 
 def test_continue_final_message_is_a_prefix(codec: Codec) -> None:
