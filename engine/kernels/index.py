@@ -121,8 +121,9 @@ def scores_torch(
 
 #: Passes of at most so many rows a sequence are scored row by row (decode, verification).
 SHORT = 8
-#: Programs that score short passes; more entries than tiles of theirs are visited in turn.
-SHORT_PROGRAMS = 512
+#: Entries and warps of a program that scores rows one by one, and how many programs there are at
+#: most; more tiles of entries are visited in turn.
+SHORT_TILE = (64, 4, 512)
 #: Rows, entries, warps and pipeline stages of a program that scores a prompt.
 LONG_TILE = (64, 128, 4, 3)
 
@@ -371,13 +372,14 @@ def scores_triton(
         "GROUP": candidate_group, "MASKED": mask is not None, "BUILD": build,
     }  # fmt: skip
     if rows.max_length <= SHORT:
-        tile, padded = 64, max(16, triton.next_power_of_2(heads))
-        splits = min(triton.cdiv(width, tile), max(1, SHORT_PROGRAMS // count))
+        tile, warps, programs = SHORT_TILE
+        padded = max(16, triton.next_power_of_2(heads))
+        splits = min(triton.cdiv(width, tile), max(1, programs // count))
         part = slice(first, last)
         _scores_short[(splits, count)](
             q[part], head_w[part], keys, rows.positions[part], rows.seq[part], rows.tables,
             rows.tables.shape[1], None if mask is None else mask[part], groups, out, best, width,
-            idle, **shared, HP=padded, BN=tile, num_warps=4,
+            idle, **shared, HP=padded, BN=tile, num_warps=warps,
         )  # fmt: skip
     else:
         bm, bn, warps, stages = LONG_TILE

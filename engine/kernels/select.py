@@ -74,6 +74,8 @@ def choose_torch(
 
 #: Entries that one program holds in registers; longer rows are chosen from in parts, then merged.
 SEGMENT = 8192
+#: Entries a warp holds: few where rows are few, more in a prompt, which fills the device anyway.
+PER_WARP = (256, 1024)
 #: Scores held at once while a prompt's rows choose.
 CHUNK_SCORES = 1 << 25
 
@@ -373,5 +375,6 @@ def _choose(
 
 
 def _warps(entries: int, rows: Rows) -> int:
-    """Warps of a program that holds so many entries: a prompt has enough programs without."""
-    return max(1, min(32, entries // (256 if rows.max_length <= SHORT else 1024)))
+    """Warps of a program that holds so many entries."""
+    short, long = PER_WARP
+    return max(1, min(32, entries // (short if rows.max_length <= SHORT else long)))

@@ -1,0 +1,286 @@
+"""Compressors, indexer, choice, sampler and Engram on a GPU: microseconds per launch or per layer.
+
+    python -m bench.micro.index [--quick]
+
+Widths of V4-Flash (64 index heads, ratio 4 and 128) and V4.1 (32 heads, ratios 2 and 1). Times are of
+a replayed CUDA graph, the median of several replays; calls go round copies of what they read, so
+that the L2 cache does not flatter. Each part is first compared with its torch twin.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.micro.attention import rows_of
+from bench.micro.timing import BANDWIDTH, RATE, copies, replayed_us
+from engine.kernels import compress, engram, index, reference, sampler, select
+from engine.kernels.rope import rope_table
+from engine.kernels.roundtrip import Form, round_trip
+from engine.kernels.rows import Rows
+
+D, DI, PAIRS, BLOCK, TOPK, VOCAB = 512, 128, 32, 256, 512, 129280
+Lines = list[tuple[str, float, str]]
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers on the device."""
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def rope(rows: Rows) -> Tensor:
+    """Turns of all positions of a pass."""
+    return rope_table(reference.rope_frequencies(2 * PAIRS, 160000.0).cuda(), rows.max_end)
+
+
+@contextmanager
+def setting(module: object, **values: object) -> Iterator[None]:
+    """Module constants, changed for a while."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
+    """One layer's compressor of each kind; stored entries must be the twin's but for edges."""
+    table: dict[str, tuple[int, bool, int, Form]] = {
+        "csa": (4, True, D, "fp8_64_tail"),
+        "csa index": (4, True, DI, "hadamard_fp4_32"),
+        "hca": (128, False, D, "fp8_64_tail"),
+        "ratio 2": (2, False, D, "fp4_e4m3_16"),
+        "ratio 1": (1, False, D, "fp4_e4m3_16"),
+    }
+    found: Lines = []
+    blocks = int(rows.tables.max()) + 1
+    for kind in kinds:
+        ratio, overlap, dim, form = table[kind]
+        width = dim * (2 if overlap else 1)
+        columns = dim if ratio == 1 else 2 * width
+        ring = ratio * (2 if overlap else 1)
+        each: list[Callable[[], object]] = []
+        pools: list[Tensor] = []
+        for _ in range(3):
+            pool = torch.zeros(blocks, BLOCK // ratio, dim, device="cuda", dtype=torch.bfloat16)
+            slots = rows.num_sequences + 1
+            state = noise(slots, ring, 2 * width) if ratio > 1 else None
+            ape = noise(ratio, width) if overlap or ratio > 4 else None
+            keywords = {
+                "ratio": ratio, "overlap": overlap, "norm_w": 1 + noise(dim) / 9, "eps": 1e-6,
+                "rope": rope(rows), "form": form, "pool": pool,
+                "want_latent": ratio < 3,
+            }  # fmt: skip
+            proj = noise(rows.num_rows, columns)
+            each.append(
+                partial(compress.compress_triton, proj, ape, state, rows, **keywords)  # type: ignore[arg-type]
+            )
+            if not pools:
+                twin = torch.zeros_like(pool)
+                keywords["pool"] = twin
+                kept = None if state is None else state.clone()
+                compress.compress_torch(proj, ape, kept, rows, **keywords)  # type: ignore[arg-type]
+                pools = [pool, twin]
+        each[0]()
+        off = (pools[0][1:] != pools[1][1:]).float().mean().item()
+        time = replayed_us(each)
+        found.append((f"compress {kind}", time, f"differs in {off:.1e} of values"))
+    return found
+
+
+def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bool) -> Lines:
+    """Index queries, scores and selection of one layer, for several cuts."""
+    found: Lines = []
+    count, width = rows.num_rows, rows.max_end // ratio
+    blocks = int(rows.tables.max()) + 1
+    size = blocks * (BLOCK // ratio) * DI * 2
+    raws = [noise(count, heads * DI, dtype=torch.bfloat16) for _ in range(2)]
+    queries = partial(index.index_queries_triton, head_dim=DI, form=form)
+    turns = rope(rows)
+    time = replayed_us([partial(queries, raw, turns, rows) for raw in raws])
+    found.append((f"{name} index_queries", time, ""))
+    weight = noise(count, heads) * (heads * DI) ** -0.5
+    pools = []
+    for _ in range(copies(size, 6)):
+        pool = noise(blocks, BLOCK // ratio, DI, dtype=torch.bfloat16)
+        pools.append(round_trip(pool, "fp4_32"))
+    q = queries(raws[0], turns, rows)
+    choose = partial(select.choose_triton, rows=rows, ratio=ratio, topk=TOPK)
+    if count <= 64 and count * width < 1 << 20:
+        got, _ = choose(q, weight, pools[0])
+        want, _ = select.choose_torch(q, weight, pools[0], rows, ratio=ratio, topk=TOPK)
+        same = [len(set(a) & set(b)) for a, b in zip(got.tolist(), want.tolist(), strict=True)]
+        print(f"{name}: {min(same)} of {want.shape[1]} chosen as by the twin at least")
+    seen = (rows.positions + 1) // ratio
+    flop = 2 * DI * heads * int(seen.sum())
+    moved = int(seen.amax()) * DI * 2 * rows.num_sequences + 4 * int(seen.sum())
+    score = partial(index.scores_triton, rows=rows, ratio=ratio, idle=TOPK)
+    last = min(count, max(1, select.CHUNK_SCORES // width))
+    if rows.max_length > 1:
+        flop = 2 * DI * heads * int(seen[:last].sum())
+        tiles = [(64, 128, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+        for tile in tiles[: 2 if quick else None]:
+            with setting(index, LONG_TILE=tile):
+                time = replayed_us(
+                    [partial(score, q, weight, pool, last=last) for pool in pools], 5
+                )
+            rate = f"{flop / time / 1e6:.0f} TFLOP/s = {flop / time / RATE * 1e8:.0f}%"
+            found.append((f"{name} scores rows {last} {tile}", time, rate))
+    else:
+        for short in [(64, 4, 512), (128, 4, 512), (64, 4, 1024), (128, 8, 264)][
+            : 2 if quick else None
+        ]:
+            with setting(index, SHORT_TILE=short):
+                time = replayed_us([partial(score, q, weight, pool) for pool in pools])
+            share = f"{moved / time / BANDWIDTH * 1e8:.0f}% read"
+            found.append((f"{name} scores {short}", time, share))
+    scores, _ = score(q, weight, pools[0], last=last)
+    places = torch.empty(last, min(TOPK, width), dtype=torch.int32, device="cuda")
+    part = slice(0, last)
+    cuts = [(8192, (256, 1024)), (4096, (256, 512)), (16384, (512, 1024)), (8192, (512, 512))]
+    for segment, per_warp in cuts[: 2 if quick else None]:
+        with setting(select, SEGMENT=segment, PER_WARP=per_warp):
+            call = partial(select._choose, scores, places, rows, part, ratio, TOPK)
+            time = replayed_us([call, call], 7)
+        found.append((f"{name} select segment {segment} per warp {per_warp}", time, ""))
+    time = replayed_us([partial(choose, q, weight, pool) for pool in pools], 5)
+    found.append((f"{name} choose in all", time, f"{count} rows, {width} entries"))
+    return found
+
+
+def candidates(rows: Rows) -> Lines:
+    """V4.1's candidate source and a reader, 32 heads, ratio 1."""
+    pool = noise(int(rows.tables.max()) + 1, BLOCK, DI, dtype=torch.bfloat16)
+    q = noise(rows.num_rows, 32, DI, dtype=torch.bfloat16)
+    weight = noise(rows.num_rows, 32) / 64
+    choose = partial(select.choose_triton, q, weight, pool, rows, ratio=1, topk=TOPK)
+    source = partial(choose, candidate_group=8, candidate_topk=2048)
+    _, made = source()
+    reader = partial(choose, candidates=made, candidate_group=8)
+    shape = f"B={rows.num_rows} {rows.max_end} entries"
+    return [
+        (f"candidate source {shape}", replayed_us([source, source], 7), ""),
+        (f"candidate reader {shape}", replayed_us([reader, reader], 7), ""),
+    ]
+
+
+def sampling(batch: int) -> Lines:
+    """The sampler for greedy rows, plain sampling and nuclei."""
+    found: Lines = []
+    logits = noise(batch, VOCAB) * 2
+    for name, heat, mass in (("greedy", 0.0, 1.0), ("sampled", 1.0, 1.0), ("nucleus", 0.8, 0.9)):
+        given = (
+            logits,
+            torch.full((batch,), heat, dtype=torch.float64, device="cuda"),
+            torch.full((batch,), mass, dtype=torch.float64, device="cuda"),
+            torch.arange(batch, device="cuda"),
+            torch.arange(batch, device="cuda", dtype=torch.int32),
+        )
+        same = torch.equal(sampler.sample_triton(*given)[0], sampler.sample_torch(*given)[0])
+        call = partial(sampler.sample_triton, *given)
+        found.append((f"sample {name} B={batch}", replayed_us([call, call], 7), f"as twin: {same}"))
+    return found
+
+
+def engrams(rows: Rows) -> Lines:
+    """Lookup from both memories and the gate, V4.1's widths and a million rows."""
+    count, d = rows.num_rows, 5120
+    primes = np.array([41011 + 30 * i for i in range(24)])
+    hashes = engram.Hashes(
+        torch.randint(1, 1 << 40, (4,), device="cuda"),
+        torch.tensor(primes, device="cuda"),
+        torch.tensor(np.cumsum(primes) - primes, device="cuda"),
+    )
+    data = torch.randint(0, 0x78, (int(primes.sum()), 256), dtype=torch.uint8)
+    scale = torch.randint(120, 128, (len(data), 8), dtype=torch.uint8)
+    fold = torch.randint(0, 99092, (VOCAB,), device="cuda")
+    history = torch.zeros(rows.num_sequences + 1, 4, dtype=torch.int64, device="cuda")
+    found: Lines = []
+    for place, weight, powers in (
+        ("device", data.cuda(), scale.cuda()),
+        ("pinned", data.pin_memory(), scale.pin_memory()),
+    ):
+        call = partial(
+            engram.engram_lookup_triton, rows, fold, history, hashes,
+            weight.view(torch.float8_e4m3fn), powers, pad=0, image=-1, dtype=torch.bfloat16,
+        )  # fmt: skip
+        found.append((f"engram lookup {place} T={count}", replayed_us([call, call], 7), ""))
+    streams = [noise(count, 4, d, dtype=torch.bfloat16) for _ in range(4)]
+    projected = noise(count, 5 * d, dtype=torch.bfloat16)
+    calls = [
+        partial(engram.engram_apply_triton, s, projected, noise(4, d), rows, eps=1e-20, image=-1)
+        for s in streams
+    ]
+    found.append((f"engram gate T={count}", replayed_us(calls), ""))
+    return found
+
+
+def parts(quick: bool) -> dict[str, Callable[[], Lines]]:
+    """What is measured, by name."""
+    kinds = ("csa", "csa index", "hca", "ratio 2", "ratio 1")
+
+    def compression() -> Lines:
+        lines = compressors(rows_of([0], 8192), kinds)
+        for batch in (1, 64) if quick else (1, 16, 64):
+            rows = rows_of([1024 + 4 * i + 3 for i in range(batch)], 1)
+            lines += [(f"{n} B={batch}", t, note) for n, t, note in compressors(rows, kinds)]
+        return lines
+
+    def decode() -> Lines:
+        lines: Lines = []
+        shapes = [(1, 65535), (16, 32767), (1, 384), (64, 8191)]
+        for batch, end in shapes[: 2 if quick else None]:
+            rows = rows_of([end] * batch, 1)
+            name = f"V4 B={batch} {end + 1}"
+            lines += choices(name, rows, 4, 64, "hadamard_fp4_32", quick)
+        rows = rows_of([65535], 1)
+        return lines + choices("V4.1 B=1 65536", rows, 1, 32, "fp4_32", quick) + candidates(rows)
+
+    def prompts() -> Lines:
+        lines: Lines = []
+        for start in (0,) if quick else (0, 57344):
+            rows = rows_of([start], 8192)
+            lines += choices(f"V4 T=8192 at {start}", rows, 4, 64, "hadamard_fp4_32", quick)
+        return lines
+
+    def sample() -> Lines:
+        return [line for batch in (1, 16, 64) for line in sampling(batch)]
+
+    def lookup() -> Lines:
+        passes = (rows_of([1000], 1), rows_of([1000] * 64, 1), rows_of([0], 8192))
+        return [line for rows in passes for line in engrams(rows)]
+
+    return {
+        "compress": compression,
+        "decode": decode,
+        "prompts": prompts,
+        "sample": sample,
+        "engram": lookup,
+    }
+
+
+def main() -> None:
+    """Measure all parts, or one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--only", choices=list(parts(True)), help="one part")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for name, part in parts(options.quick).items():
+        if options.only in (None, name):
+            for line, time, note in part():
+                print(f"{line:64} {time:9.1f} us  {note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
