@@ -88,7 +88,7 @@ class DecodeBuffers:
         device: torch.device,
     ) -> None:
         self.num_rows = num_rows
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._block_size = block_size
         self._on_gpu = device.type == "cuda"
         widths = {"tables": -(-max_model_len // block_size), "mask": -(-vocab_size // 32)}
@@ -121,7 +121,7 @@ class DecodeBuffers:
             tables=self.tables[:count],
             block_size=self._block_size,
             max_length=1,
-            max_end=self._max_model_len,
+            max_end=self.max_model_len,
         )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -22,42 +22,30 @@ its writes behind these in the device's order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.api import SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
+from engine.device.compiles import CompileWatch
 from engine.device.graphs import BUCKETS, GraphCache
 from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
-from engine.device.rows import build_rows
+from engine.device.prompt_pass import PromptPass, StepModel
 from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
-from engine.kernels.ops import Ops
-from engine.kernels.rows import Rows
 from engine.plan.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
 
-
-class StepModel(Protocol):
-    """What the runner needs of a model; engine.model.fast.FastModel."""
-
-    config: ModelConfig
-    ops: Ops
-
-    def decode(self, rows: Rows, pool: KVPool) -> Tensor:
-        """Give float32 logits [T, V] of one row a sequence; capturable."""
-
-    def prefill(self, rows: Rows, pool: KVPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
-        """Process chunks; yields None between layers, lastly the logits [L, V]."""
+#: Rows of prompts that are processed before the first request: one for each class of shapes.
+WARM_LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
 
 
 @dataclass(slots=True)
@@ -77,33 +65,6 @@ class Flight:
     logits: Tensor
 
 
-@dataclass(slots=True)
-class PromptPass:
-    """A pass over chunks of prompts, perhaps half through.
-
-    Args:
-        chunks: its chunks, in order.
-        layers: what is left of it.
-        num_rows: rows it processes.
-        logits: [L, V] once it is through.
-    """
-
-    chunks: tuple[Chunk, ...]
-    layers: Iterator[Tensor | None]
-    num_rows: int
-    logits: Tensor | None = None
-
-    def advance(self, count: int | None) -> bool:
-        """Launch the next `count` layers, all if None; whether it is through."""
-        while count is None or count > 0:
-            found = next(self.layers)
-            if found is not None:
-                self.logits = found
-                return True
-            count = None if count is None else count - 1
-        return False
-
-
 class FastRunner:
     """A model with captured decode steps, and the memory of the requests it runs.
 
@@ -121,8 +82,12 @@ class FastRunner:
         device: where both live.
         max_model_len: positions a request may have.
         max_num_seqs: most decode rows of a plan; buckets beyond it are not captured.
+        captures: whether decode steps become CUDA graphs; they are called otherwise.
         looks_ahead: whether to launch decode steps ahead.
         buckets: row counts to capture.
+
+    Raises:
+        EngineError: kernels are fused, and no decode step runs one.
     """
 
     def __init__(
@@ -133,6 +98,7 @@ class FastRunner:
         *,
         max_model_len: int,
         max_num_seqs: int,
+        captures: bool = False,
         looks_ahead: bool = True,
         buckets: Sequence[int] = BUCKETS,
     ) -> None:
@@ -153,7 +119,7 @@ class FastRunner:
         self.seals = Seals()
         self.seals.add("decode buffers", self._buffers.tensors)
         self.seals.add("kv pool", pool.named_tensors)
-        self.graphs = GraphCache(self._decode, model, buckets, device, self.seals)
+        self.graphs = GraphCache(self._decode, model, buckets, self.seals, captures=captures)
         self._lanes = Lanes(self._buffers, self.graphs.bucket_for)
         self._readback = Readback(self._buffers, device)
         self._stopwatch = Stopwatch(device)
@@ -164,6 +130,31 @@ class FastRunner:
         with torch.inference_mode():
             self.graphs.build()
             self._buffers.half.zero_()
+        self.compiles = CompileWatch()
+
+    def warm_up(self, max_batched_tokens: int) -> None:
+        """Process prompts of every class of shapes, so that no request waits for a compile.
+
+        Args:
+            max_batched_tokens: rows of the longest chunk.
+        """
+        longest = min(max_batched_tokens, self._buffers.max_model_len)
+        lengths = {min(length, longest) for length in (*WARM_LENGTHS, longest)}
+        with torch.inference_mode():
+            for length in sorted(lengths):
+                for start in {0, self._buffers.max_model_len - length}:
+                    self._warm(length, start)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self.compiles.serving()
+
+    def _warm(self, length: int, start: int) -> None:
+        """Process tokens that belong to nobody, in the dummy slot and block."""
+        blocks = (0,) * -(-(start + length) // self._pool.block_size)
+        chunk = Chunk("", 0, start, (0,) * length, blocks, wants_logits=True)
+        done = self._begin((chunk,))
+        done.advance(None)
+        done.draw({0: Draw(SamplingParams(1, 1.0, 0.9, seed=0), 0)})
 
     @property
     def vocab_size(self) -> int:
@@ -225,12 +216,15 @@ class FastRunner:
                 self._ahead = self._launch_ahead(going)
         if flight is not None:
             samples |= self._results(flight, streams, draw_of)
+        scores: dict[str, dict[int, TokenLogprob]] = {}
         for done in finished:
-            samples |= self._prompt_samples(done, draw_of)
+            samples |= done.draw(draw_of)
+            scores |= done.scores
         held = () if self._pass is None else self._pass.chunks
         return StepResult(
             [samples[c.arrival] for c in plan.chunks if c.arrival in samples],
             frozenset(chunk.request_id for chunk in held),
+            scores,
         )
 
     def _sort(self, plan: StepPlan, flight: Flight | None) -> tuple[list[Chunk], list[Chunk]]:
@@ -370,22 +364,7 @@ class FastRunner:
         return done
 
     def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:
-        rows, wanted = build_rows(chunks, block_size=self._pool.block_size, device=self._device)
-        layers = self._model.prefill(rows, self._pool, wanted)
-        return PromptPass(tuple(chunks), layers, rows.num_rows)
-
-    def _prompt_samples(
-        self, done: PromptPass, draw_of: dict[int, Draw]
-    ) -> dict[int, Sample | None]:
-        """Draw from the logits of a pass that is through, by arrival; ended requests get nothing."""
-        wanting = [chunk for chunk in done.chunks if chunk.wants_logits]
-        live = [i for i, chunk in enumerate(wanting) if chunk.arrival in draw_of]
-        if not live:
-            return {}
-        assert done.logits is not None
-        logits = done.logits if len(live) == len(wanting) else done.logits[live]
-        drawn = sample(logits, [draw_of[wanting[i].arrival] for i in live])
-        return {wanting[i].arrival: found for i, found in zip(live, drawn, strict=True)}
+        return PromptPass.begin(self._model, self._pool, chunks, self._device)
 
     # ------------------------------------------------------------ faults
 

@@ -97,8 +97,8 @@ class GraphCache:
         body: runs the step over the first n rows of the buffers and gives its logits; no host sync.
         model: whose operations are watched while buckets are captured.
         buckets: row counts.
-        device: "cuda" captures, "cpu" calls.
         seals: of the buffers that the body uses.
+        captures: whether to capture CUDA graphs; the body is called otherwise.
     """
 
     def __init__(
@@ -106,14 +106,15 @@ class GraphCache:
         body: Callable[[int], Tensor],
         model: Any,
         buckets: Sequence[int],
-        device: torch.device,
         seals: Seals,
+        *,
+        captures: bool,
     ) -> None:
         self.buckets = tuple(sorted(buckets))
         self.captured: tuple[Captured, ...] = ()
         self._body = body
         self._model = model
-        self._on_gpu = device.type == "cuda"
+        self._captures = captures
         self._seals = seals
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -135,13 +136,13 @@ class GraphCache:
             EngineError: fused kernels are switched on and no bucket runs one.
         """
         found = []
-        pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        pool = torch.cuda.graph_pool_handle() if self._captures else None
         for bucket in reversed(self.buckets):
             begin = time.perf_counter()
-            before = torch.cuda.memory_reserved() if self._on_gpu else 0
+            before = torch.cuda.memory_reserved() if self._captures else 0
             with watch(self._model) as kernels:
                 self._prepare(bucket, pool)
-            after = torch.cuda.memory_reserved() if self._on_gpu else 0
+            after = torch.cuda.memory_reserved() if self._captures else 0
             seconds = time.perf_counter() - begin
             found.append(Captured(bucket, seconds, after - before, frozenset(kernels)))
         self.captured = tuple(found)
@@ -155,14 +156,14 @@ class GraphCache:
         Returns:
             float32 [bucket, V], its logits; the next run of any bucket overwrites them.
         """
-        if not self._on_gpu:
+        if not self._captures:
             return self._body(bucket)
         graph, logits = self._graphs[bucket]
         graph.replay()
         return logits
 
     def _prepare(self, bucket: int, pool: Any) -> None:
-        if not self._on_gpu:
+        if not self._captures:
             self._body(bucket)
             return
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -196,11 +196,29 @@ def logprob_of(row: Tensor, token_id: int, top: int) -> TokenLogprob:
         token_id: the chosen one.
         top: how many of the likeliest to list.
     """
-    logprobs = row.double().log_softmax(dim=-1)
+    return logprobs_of(row[None], (token_id,), top)[0]
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of the unmodified distributions of some rows.
+
+    Args:
+        logits: float32 [N, V].
+        token_ids: the chosen one of each.
+        top: how many of the likeliest to list.
+    """
+    logprobs = logits.double().log_softmax(dim=-1)
+    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
+    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    if not top:
+        return [TokenLogprob(value) for value in own]
     # By logit: distinct logits may round to one log-probability, and ties go to the lower id.
-    ids = row.sort(descending=True, stable=True).indices[:top]
-    pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
-    return TokenLogprob(logprob=float(logprobs[token_id]), top=tuple(pairs))
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    best = logprobs.gather(1, ids).tolist()
+    return [
+        TokenLogprob(value, tuple(zip(row_ids, row_best, strict=True)))
+        for value, row_ids, row_best in zip(own, ids.tolist(), best, strict=True)
+    ]
 
 
 def _bits(words: NDArray[np.int32], count: int) -> Tensor:

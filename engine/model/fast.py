@@ -11,7 +11,7 @@ prefill and speculative verification (engine.kernels.rows).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -185,20 +185,26 @@ class FastModel:
         *_, flow = self._layers(state)
         return self._logits(flow, None)
 
-    def prefill(self, rows: Rows, pool: KVPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
+    def prefill(
+        self, rows: Rows, pool: KVPool, logit_rows: Tensor, scored: Sequence[Tensor] = ()
+    ) -> Iterator[Tensor | None]:
         """Process chunks of any length, pausing between layers.
 
         Args:
             rows: of the chunks.
             pool: memory of the requests.
             logit_rows: int64 [L], rows whose logits are wanted; L may be 0.
+            scored: int64 [N] each, further rows, some at a time since logits are wide.
 
         Yields:
-            None after each layer, lastly the logits, float32 [L, V].
+            None after each layer, then the logits, float32 [L, V], then those of each part of the
+            scored rows, float32 [N, V].
         """
         for flow in self._layers(Pass(rows, pool)):  # noqa: B007 - the last one is needed
             yield None
         yield self._logits(flow, logit_rows)
+        for part in scored:
+            yield self._logits(flow, part)
 
     def _layers(self, state: Pass) -> Iterator[Flow]:
         """Run the layers one by one; the pass's memory is complete after the last."""

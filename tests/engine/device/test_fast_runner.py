@@ -316,8 +316,8 @@ class Faulty:
     def decode(self, rows: Any, pool: Any) -> Tensor:
         return self._change(self._model.decode(rows, pool))
 
-    def prefill(self, rows: Any, pool: Any, wanted: Tensor) -> Iterator[Tensor | None]:
-        return self._model.prefill(rows, pool, wanted)
+    def prefill(self, *args: Any) -> Iterator[Tensor | None]:
+        return self._model.prefill(*args)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

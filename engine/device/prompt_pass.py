@@ -1,0 +1,120 @@
+"""A pass over chunks of prompts, launched layer by layer, perhaps half through when a step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.api import TokenLogprob
+from engine.config import ModelConfig
+from engine.device.kvpool import KVPool
+from engine.device.rows import build_rows
+from engine.device.sampler import Draw, Sample, logprobs_of, sample
+from engine.kernels.ops import Ops
+from engine.kernels.rows import Rows
+from engine.plan.step import Chunk
+
+#: Rows whose logits are held at once to score prompt tokens: a vocabulary is wide.
+SCORED_ROWS = 256
+
+
+class StepModel(Protocol):
+    """What the fast runner needs of a model; engine.model.fast.FastModel."""
+
+    config: ModelConfig
+    ops: Ops
+
+    def decode(self, rows: Rows, pool: KVPool) -> Tensor:
+        """Give float32 logits [T, V] of one row a sequence; capturable."""
+
+    def prefill(
+        self, rows: Rows, pool: KVPool, logit_rows: Tensor, scored: Sequence[Tensor] = ()
+    ) -> Iterator[Tensor | None]:
+        """Process chunks; yields None between layers, then logits [L, V] and those of each part."""
+
+
+@dataclass(slots=True)
+class PromptPass:
+    """One pass.
+
+    Args:
+        chunks: its chunks, in order.
+        layers: what is left of it.
+        num_rows: rows it processes.
+        logits: [L, V] of the chunks that want some, once they are there.
+        scores: by request id and position, log-probabilities of prompt tokens.
+    """
+
+    chunks: tuple[Chunk, ...]
+    layers: Iterator[Tensor | None]
+    num_rows: int
+    logits: Tensor | None = None
+    scores: dict[str, dict[int, TokenLogprob]] = field(default_factory=dict)
+
+    @classmethod
+    def begin(
+        cls, model: StepModel, pool: KVPool, chunks: Sequence[Chunk], device: torch.device
+    ) -> PromptPass:
+        """Lay the chunks out; nothing is launched yet."""
+        rows, wanted = build_rows(chunks, block_size=pool.block_size, device=device)
+        parts = [part for part, _, _ in _parts(chunks)]
+        scored = [torch.tensor(part, dtype=torch.int64).to(device) for part in parts]
+        layers = model.prefill(rows, pool, wanted, scored)
+        return cls(tuple(chunks), layers, rows.num_rows)
+
+    def advance(self, count: int | None) -> bool:
+        """Launch the next `count` layers, all if None.
+
+        Returns:
+            whether the pass is through; then its logits and scores are there.
+        """
+        while count is None or count > 0:
+            self.logits = next(self.layers)
+            if self.logits is not None:
+                self._score()
+                return True
+            count = None if count is None else count - 1
+        return False
+
+    def draw(self, draw_of: dict[int, Draw]) -> dict[int, Sample | None]:
+        """Draw from the logits of a pass that is through.
+
+        Args:
+            draw_of: by arrival; requests that ended meanwhile have none and get nothing.
+
+        Returns:
+            samples by arrival.
+        """
+        wanting = [chunk for chunk in self.chunks if chunk.wants_logits]
+        live = [i for i, chunk in enumerate(wanting) if chunk.arrival in draw_of]
+        if not live:
+            return {}
+        assert self.logits is not None
+        logits = self.logits if len(live) == len(wanting) else self.logits[live]
+        drawn = sample(logits, [draw_of[wanting[i].arrival] for i in live])
+        return {wanting[i].arrival: found for i, found in zip(live, drawn, strict=True)}
+
+    def _score(self) -> None:
+        """Take the logits of scored rows, one part after the other."""
+        for _, chunk, first in _parts(self.chunks):
+            logits = next(self.layers)
+            assert logits is not None
+            targets = chunk.targets[first : first + SCORED_ROWS]
+            found = logprobs_of(logits, targets, chunk.num_rivals)
+            scores = self.scores.setdefault(chunk.request_id, {})
+            scores.update(enumerate(found, chunk.scored_from + 1 + first))
+
+
+def _parts(chunks: Sequence[Chunk]) -> Iterator[tuple[list[int], Chunk, int]]:
+    """Rows of the pass whose next token is scored, the chunk, and the first of its targets."""
+    row = 0
+    for chunk in chunks:
+        begin = row + chunk.scored_from - chunk.start
+        for first in range(0, len(chunk.targets), SCORED_ROWS):
+            last = min(first + SCORED_ROWS, len(chunk.targets))
+            yield list(range(begin + first, begin + last)), chunk, first
+        row += len(chunk.token_ids)

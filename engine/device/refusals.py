@@ -1,0 +1,102 @@
+"""Why an engine cannot be built as asked: all reasons at once, each with what was seen and accepted.
+
+Checked before weights are loaded, which takes a minute, and never in the middle of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.api import EngineError
+from engine.config import ModelConfig
+from engine.options import EngineConfig
+
+#: Oldest GPUs whose units know FP8, which the kernels convert from.
+LEAST_CAPABILITY = (8, 9)
+#: Kernels hold one head of a key in a tile, whose sides are powers of two.
+TILED = ("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What refusals look at.
+
+    Args:
+        name: of the GPU.
+        capability: compute capability.
+    """
+
+    name: str
+    capability: tuple[int, int]
+
+
+class Refusals:
+    """Collects reasons."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def check(self, ok: bool, what: str, *, seen: object, accepted: object) -> None:
+        """Note a reason unless all is well."""
+        if not ok:
+            self.reasons.append(f"{what}: expected {accepted}, got {seen}")
+
+    def raise_all(self, what: str) -> None:
+        """Raise what was collected.
+
+        Args:
+            what: that cannot be built.
+
+        Raises:
+            EngineError: naming every reason, if there is any.
+        """
+        if self.reasons:
+            raise EngineError(f"{what} cannot be built: " + "; ".join(self.reasons))
+
+
+def check_fast(
+    config: ModelConfig,
+    options: EngineConfig,
+    gpu: Gpu | None,
+    *,
+    has_triton: bool,
+    buckets: Sequence[int],
+) -> None:
+    """Refuse what the fast runner cannot serve.
+
+    Args:
+        config: of the model.
+        options: with nothing left open.
+        gpu: None on the CPU.
+        has_triton: whether Triton is installed.
+        buckets: row counts of decode steps.
+
+    Raises:
+        EngineError: naming every reason.
+    """
+    found = Refusals()
+    fused = options.kernels == "triton"
+    if fused:
+        found.check(has_triton, "kernels triton", seen="none", accepted="Triton installed")
+        found.check(gpu is not None, "kernels triton", seen="the CPU", accepted="an NVIDIA GPU")
+        for name in TILED:
+            side = getattr(config, name)
+            power = side & (side - 1) == 0
+            found.check(power, f"config.json: {name}", seen=side, accepted="a power of two")
+    if options.graphs:
+        found.check(gpu is not None, "graphs on", seen="the CPU", accepted="an NVIDIA GPU")
+    if gpu is not None and fused:
+        seen = f"{gpu.name} with {'.'.join(map(str, gpu.capability))}"
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        enough = gpu.capability >= LEAST_CAPABILITY
+        found.check(
+            enough, "compute capability", seen=seen, accepted=f"{least} or above for FP8 kernels"
+        )
+    ratios = sorted({ratio for ratio in config.compress_ratios if ratio})
+    wrong = [ratio for ratio in ratios if options.block_size % ratio]
+    found.check(
+        not wrong, "block_size", seen=options.block_size, accepted=f"a multiple of {ratios}"
+    )
+    found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
+    found.raise_all("the fast runner")
