@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.api import (
     GenerateRequest,
     PromptTooLongError,
     TokenDelta,
+    TokenLogprob,
     Usage,
 )
 from engine.device.kvpool import KVPool
@@ -32,6 +34,7 @@ from engine.model.checkpoint import Checkpoint, load_model
 from engine.model.v4 import Model
 from engine.options import EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
+from engine.plan.replay import Replay
 from engine.plan.request import RequestState
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import Chunk, StepPlan
@@ -69,6 +72,7 @@ class EngineCore:
         options: limits and sizes.
         max_position_embeddings: the model's own context, in tokens.
         salt: of the prefix cache; differs where equal tokens give another state.
+        replay: how prompts are processed.
 
     Raises:
         EngineError: the options do not fit the model.
@@ -81,9 +85,11 @@ class EngineCore:
         *,
         max_position_embeddings: int,
         salt: bytes = b"",
+        replay: Replay | None = None,
     ) -> None:
         self.max_model_len = options.resolve_max_model_len(max_position_embeddings)
         self._runner = runner
+        self._replay = replay or Replay()
         self._vocab_size = runner.vocab_size
         self._scheduler = Scheduler(
             num_blocks=options.resolve_num_blocks(self.max_model_len),
@@ -94,7 +100,10 @@ class EngineCore:
             max_snapshots=options.resolve_max_snapshots(),
             salt=salt,
             lookahead=runner.looks_ahead,
+            replay=self._replay,
         )
+        # By request id, the scores of the prompt token at each position, until its first delta.
+        self._prompt_scores: dict[str, dict[int, TokenLogprob]] = {}
         self._steps = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -111,8 +120,8 @@ class EngineCore:
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a single token.
-            EngineError: the prompt is empty or holds an id that the model does not know, or
-                nothing is to be generated.
+            EngineError: the prompt is empty or holds an id that the model does not know, nothing
+                is to be generated, or the prompt cannot be processed or scored as asked.
         """
         prompt_ids = request.prompt_ids
         if not prompt_ids:
@@ -133,6 +142,13 @@ class EngineCore:
                 raise EngineError(
                     f"logit_bias: expected token ids below {self._vocab_size}, got {token_id}"
                 )
+        first = request.prompt_logprobs_start
+        if request.prompt_logprobs is not None and not 0 <= first < len(prompt_ids):
+            raise EngineError(
+                f"prompt_logprobs_start: expected a position of the prompt of {len(prompt_ids)}"
+                f" tokens, got {first}"
+            )
+        self._replay.resolve(request)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request; its first tokens come out of a later step.
@@ -152,6 +168,7 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request without a further delta and free its memory at once. Idempotent."""
         self._scheduler.remove(request_id)
+        self._prompt_scores.pop(request_id, None)
 
     def step(self) -> list[TokenDelta]:
         """Run one step.
@@ -174,10 +191,13 @@ class EngineCore:
         for chunk in plan.chunks:
             if chunk.request_id in result.unfinished:
                 self._scheduler.hold(chunk)
-            elif not chunk.wants_logits:
-                self._scheduler.commit(chunk, None)
-            elif (drawn := next(samples)) is None:
+                continue
+            drawn = next(samples) if chunk.wants_logits else None
+            scored = self._note_scores(chunk, result)
+            if not scored or (chunk.wants_logits and drawn is None):
                 deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
+            elif drawn is None:
+                self._scheduler.commit(chunk, None)
             else:
                 deltas.append(self._commit(chunk, drawn))
         return deltas
@@ -219,6 +239,14 @@ class EngineCore:
                 draws.append(Draw(params, state.num_generated, generated=generated))
         return draws
 
+    def _note_scores(self, chunk: Chunk, result: StepResult) -> bool:
+        """Remember the scores of a chunk's prompt tokens; False where one is no number."""
+        if not chunk.targets:
+            return True
+        scores = result.prompt_scores[chunk.request_id]
+        self._prompt_scores.setdefault(chunk.request_id, {}).update(scores)
+        return not any(math.isnan(score.logprob) for score in scores.values())
+
     def _commit(self, chunk: Chunk, drawn: Sample) -> TokenDelta:
         request_id = chunk.request_id
         state = self._scheduler.get(request_id)
@@ -235,11 +263,23 @@ class EngineCore:
             logprobs=None if drawn.logprob is None else (drawn.logprob,),
             finish_reason=reason,
             usage=_usage(state) if is_first or reason is not None else None,
+            prompt_logprobs=self._take_prompt_scores(state.request) if is_first else None,
         )
+
+    def _take_prompt_scores(
+        self, request: GenerateRequest
+    ) -> tuple[TokenLogprob | None, ...] | None:
+        """Give the scores of the prompt's tokens in order, where they were asked for."""
+        if request.prompt_logprobs is None:
+            return None
+        scores = self._prompt_scores.pop(request.id, {})
+        positions = range(request.prompt_logprobs_start, len(request.prompt_ids))
+        return tuple(scores[at] if at else None for at in positions)
 
     def _fail(self, request_id: str, error: str) -> TokenDelta:
         state = self._scheduler.get(request_id)
         self._scheduler.remove(request_id, keep=False)
+        self._prompt_scores.pop(request_id, None)
         # What went wrong may have gone wrong before, in a state that was kept: forget them all.
         self._scheduler.prefix.clear()
         return TokenDelta(
@@ -269,6 +309,7 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
         weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         torch.set_num_threads(options.resolve_cpu_threads(usable_cores(), weight_bytes))
     model = load_model(path, device=device, dtype=dtype)
+    replay = Replay(model.tail, options.prefill, model.tail_problems)
     salt = _salt(path, model, options.block_size, dtype)
     context = model.config.max_position_embeddings
     max_model_len = options.resolve_max_model_len(context)
@@ -285,7 +326,7 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
     except ValueError as error:
         raise EngineError(f"engine options: {error}") from error
     runner = ModelRunner(model, pool, device)
-    return EngineCore(runner, options, max_position_embeddings=context, salt=salt)
+    return EngineCore(runner, options, max_position_embeddings=context, salt=salt, replay=replay)
 
 
 def _salt(path: Path, model: Model, block_size: int, dtype: torch.dtype) -> bytes:
@@ -308,4 +349,11 @@ def _resolve_dtype(options: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _usage(state: RequestState) -> Usage:
-    return Usage(state.num_prompt, state.num_generated, state.cached_tokens)
+    return Usage(
+        state.num_prompt,
+        state.num_generated,
+        state.cached_tokens,
+        prefill=state.tail.mode,
+        prefill_reason=state.tail.reason,
+        tail_rows=state.tail_rows,
+    )

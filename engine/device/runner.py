@@ -6,17 +6,21 @@ Owns the model and its pools. Decides nothing: the plan says what runs where.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from engine.api import TokenLogprob
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
-from engine.device.sampler import Draw, Sample, sample
-from engine.model.v4 import Model
+from engine.device.sampler import Draw, Sample, logprob_of, sample
+from engine.model.v4 import Hidden, Model
 from engine.plan.step import StepPlan
+
+#: Rows whose logits are held at once to score prompt tokens: a vocabulary is wide.
+SCORED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,13 @@ class StepResult:
         samples: one for each chunk that wants logits and is finished, in the plan's order; None
             where the model gave nothing that can be drawn from.
         unfinished: ids of the requests whose chunk is still under way; the next plan names it again.
+        prompt_scores: by request id, for the chunks whose targets were scored: by position, the
+            log-probability of the prompt token there.
     """
 
     samples: Sequence[Sample | None]
     unfinished: frozenset[str] = frozenset()
+    prompt_scores: Mapping[str, Mapping[int, TokenLogprob]] = field(default_factory=dict)
 
 
 class LogitsRunner(abc.ABC):
@@ -62,13 +69,15 @@ class LogitsRunner(abc.ABC):
         Raises:
             RuntimeError: the logits have the wrong shape.
         """
-        logits = self.run(plan)
+        return StepResult(self._draw(self.run(plan), draws))
+
+    def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:
         if logits.shape != (len(draws), self.vocab_size):
             raise RuntimeError(
                 f"expected logits of shape {(len(draws), self.vocab_size)},"
                 f" got {tuple(logits.shape)}"
             )
-        return StepResult(sample(logits, draws))
+        return sample(logits, draws)
 
 
 class ModelRunner(LogitsRunner):
@@ -103,10 +112,36 @@ class ModelRunner(LogitsRunner):
             float32 [N, V]: logits after the last token of each of the N chunks that want them, in
             the plan's order.
         """
+        hidden = self._process(plan)
+        return self._model.logits(hidden, hidden.batch.logit_rows)
+
+    def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
+        """Run a plan, draw one token per chunk that wants logits and score the targets."""
+        hidden = self._process(plan)
+        logits = self._model.logits(hidden, hidden.batch.logit_rows)
+        return StepResult(self._draw(logits, draws), prompt_scores=self._score(plan, hidden))
+
+    def _process(self, plan: StepPlan) -> Hidden:
         with torch.inference_mode():
             self._pool.copy(plan.slot_copies, plan.block_copies)
             for chunk in plan.chunks:
                 if chunk.start == 0:
                     self._pool.reset_slot(chunk.slot)
-            batch = ForwardBatch.build(plan.chunks, self._device)
-            return self._model.forward(batch, self._pool)
+        batch = ForwardBatch.build(plan.chunks, self._device, self._model.tail)
+        return self._model.hidden(batch, self._pool)
+
+    def _score(self, plan: StepPlan, hidden: Hidden) -> dict[str, dict[int, TokenLogprob]]:
+        """Score the targets of all chunks, some rows at a time."""
+        scored = [chunk for chunk in plan.chunks if chunk.targets]
+        if not scored:
+            return {}
+        rows = torch.split(hidden.batch.scored_rows, [len(chunk.targets) for chunk in scored])
+        found: dict[str, dict[int, TokenLogprob]] = {}
+        for chunk, own_rows in zip(scored, rows, strict=True):
+            scores: list[TokenLogprob] = []
+            for part in torch.split(own_rows, SCORED_ROWS):
+                for row in self._model.logits(hidden, part):
+                    target = chunk.targets[len(scores)]
+                    scores.append(logprob_of(row, target, chunk.num_rivals))
+            found[chunk.request_id] = dict(enumerate(scores, chunk.scored_from + 1))
+        return found

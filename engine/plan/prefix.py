@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.plan.blocks import BlockPool
@@ -37,12 +37,14 @@ class Snapshot:
         slot: where the copy of the rolling state is.
         block_ids: blocks that cover positions [0, length).
         key: hash of the full blocks, and the ids in the open block.
+        anchor: of the request that left it; says which rows late layers have (engine.plan.replay).
     """
 
     length: int
     slot: int
     block_ids: tuple[int, ...]
     key: tuple[bytes, tuple[int, ...]]
+    anchor: int = 0
 
 
 class HashChain:
@@ -123,8 +125,13 @@ class PrefixCache:
         """Begin the hashes of a sequence; only those with the same salt meet."""
         return HashChain(self._salt + salt, self._block_size)
 
-    def find(self, token_ids: Sequence[int], chain: HashChain) -> Snapshot | None:
-        """Give the longest snapshot that leaves at least the last token to be processed.
+    def find(
+        self,
+        token_ids: Sequence[int],
+        chain: HashChain,
+        fits: Callable[[Snapshot], bool] = lambda _: True,
+    ) -> Snapshot | None:
+        """Give the longest snapshot that fits and leaves at least the last token to be processed.
 
         That token's logits are what a request is there for, and a snapshot holds none.
         """
@@ -135,7 +142,9 @@ class PrefixCache:
             for tail in self._tails.get(links[full], ()):
                 begin, end = full * size, full * size + len(tail)
                 longer = best is None or len(tail) > len(best)
-                if end <= limit and longer and tuple(token_ids[begin:end]) == tail:
+                if end > limit or not longer or tuple(token_ids[begin:end]) != tail:
+                    continue
+                if fits(self._snapshots[links[full], tail]):
                     best = tail
             if best is not None:
                 return self._touch((links[full], best))
@@ -163,8 +172,9 @@ class PrefixCache:
         length: int,
         block_ids: Sequence[int],
         slot: int = 0,
+        anchor: int = 0,
     ) -> int:
-        """Keep the state after a prefix.
+        """Keep the state after a prefix. Of two, that with the earlier anchor is worth more.
 
         Args:
             token_ids: the sequence.
@@ -172,14 +182,18 @@ class PrefixCache:
             length: tokens of the prefix, at least 1.
             block_ids: the sequence's blocks.
             slot: where the rolling state is, to be taken over; 0 if a copy is to be made.
+            anchor: of the request.
 
         Returns:
             the slot of the new snapshot; 0 if the prefix is known already.
         """
         key = chain.key(token_ids, length)
-        if key in self._snapshots:
+        known = self._snapshots.get(key)
+        if known is not None and known.anchor <= anchor:
             self._touch(key)
             return 0
+        if known is not None:
+            self._drop(known)
         if len(self._snapshots) >= self._max_snapshots:
             self._drop(next(iter(self._snapshots.values())))
         if slot:
@@ -190,7 +204,7 @@ class PrefixCache:
             self._slots.release((slot,))
         kept = tuple(block_ids[: -(-length // self._block_size)])
         self._blocks.share(kept, cache=True)
-        self._snapshots[key] = Snapshot(length, slot, kept, key)
+        self._snapshots[key] = Snapshot(length, slot, kept, key, anchor)
         self._tails.setdefault(key[0], []).append(key[1])
         return slot
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.api import EngineError, PrefillMode
+from engine.api import EngineError, GenerateRequest, PrefillMode
 from engine.plan.step import Chunk
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def stages(tail: Tail | None, chunks: Sequence[Chunk]) -> tuple[Stage, ...]:
         ValueError: a row whose logits are wanted would not be processed, or a chunk asks for a
             tail that the model does not have.
     """
-    if all(chunk.prefill == "off" for chunk in chunks):
-        return ()
+    if all(chunk.prefill == "off" or chunk.start >= chunk.anchor for chunk in chunks):
+        return ()  # from the anchor on, windows reach no further than the lows: decode, mostly
     if tail is None:
         raise ValueError("a chunk asks for a tail, but the model has none")
     found: list[Stage] = []
@@ -195,43 +195,131 @@ def tail_of(config: ModelConfig, built: int | None = None) -> Tail | None:
     return Tail(max(config.kv_source_layer_ids), config.num_hidden_layers, config.sliding_window)
 
 
-def resolve_prefill(
-    asked: PrefillMode | None,
-    default: PrefillMode,
-    problems: Sequence[str],
-    *,
-    parity: bool = False,
-    scored_from: int | None = None,
-) -> tuple[PrefillMode, str | None]:
-    """Decide the mode of a request.
+class PromptTail:
+    """What the tail does with one request; settled when the request is first admitted.
+
+    Attributes:
+        mode: how its prompt is processed.
+        reason: why not as asked or set; None where it is.
+        scored_from: first row that scores a prompt token; None where no token is to be scored.
+        anchor: as said above; 0 where the mode is off, since every row is there then.
+    """
+
+    __slots__ = ("_settled", "_tail", "anchor", "mode", "reason", "scored_from")
+
+    def __init__(
+        self,
+        tail: Tail | None,
+        mode: PrefillMode,
+        reason: str | None,
+        *,
+        num_prompt: int,
+        scored_from: int | None,
+    ) -> None:
+        self._tail = tail
+        self._settled = False
+        self.mode = mode
+        self.reason = reason
+        self.scored_from = scored_from
+        wanted = num_prompt - 1 if scored_from is None else scored_from
+        self.anchor = 0 if mode == "off" else wanted
+
+    @property
+    def salt(self) -> bytes:
+        """What its state has in common with that of other requests beside the tokens."""
+        return b"" if self.mode == "off" else self.mode.encode()
+
+    def fits(self, length: int, kept_anchor: int, *, has_output: bool) -> bool:
+        """Whether the request can go on from a state that another one of its mode left.
+
+        Args:
+            length: tokens the state stands after.
+            kept_anchor: of the request that left it.
+            has_output: whether tokens were generated, so that no prompt row is wanted any more.
+        """
+        if not has_output and self.scored_from is not None and length > self.scored_from:
+            return False  # a row that scores must be processed
+        if self.mode == "off" or self._tail is None:
+            return True
+        return self._tail.fits(self.mode, self.anchor, length, kept_anchor, same=self._settled)
+
+    def settle(self, length: int, kept_anchor: int) -> None:
+        """Go on from a state that fits, or from nothing: length 0. The anchor stays from then on."""
+        if length and not self._settled and self.mode != "off" and self._tail is not None:
+            self.anchor = self._tail.resumed_anchor(self.mode, self.anchor, length, kept_anchor)
+        self._settled = True
+
+    def rows(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) the tail's first layer processes."""
+        if self.mode != "off" and self._tail is not None:
+            start = max(start, self._tail.low(self.mode, self.anchor, self._tail.first))
+        return max(0, end - start)
+
+    def mark(self, position: int, block_size: int) -> int:
+        """Where to take a snapshot so that any longer prompt with these tokens can go on from it.
+
+        A prompt that is one token longer still processes a halo of rows in the tail.
+
+        Args:
+            position: up to where prompts agree, a block boundary.
+            block_size: tokens per block.
+        """
+        halo = self._tail.halo(self.mode) if self._tail is not None else 0
+        return max(0, (position - halo) // block_size * block_size)
+
+
+class Replay:
+    """How an engine processes prompts.
 
     Args:
-        asked: by the request; None takes the default.
-        default: of the server.
-        problems: why the model has no tail; none where it has one.
-        parity: whether results must be those of a trainer's forward pass.
-        scored_from: first prompt row whose logits are wanted; None without prompt log-probabilities.
-
-    Returns:
-        the mode, and why it is not the one that was asked for or set; None where it is.
+        tail: of the model; None where it has none.
+        default: mode of requests that do not ask for one.
+        problems: why the model has no tail.
 
     Raises:
-        EngineError: the model has no tail, or what was asked for contradicts itself.
+        EngineError: the default needs a tail.
     """
-    mode = asked or default
-    if mode == "off":
-        return mode, None
-    if problems:
-        raise EngineError(f"prefill: {mode} does not apply to this model: {'; '.join(problems)}")
-    if mode == "exact":
-        return mode, None
-    if parity and asked == "bounded":
-        raise EngineError(
-            "prefill: expected off or exact together with trainer_parity, since bounded is not"
-            " numerically equal; got bounded"
-        )
-    if parity:
-        return "exact", "trainer parity"
-    if scored_from is not None:
-        return "exact", f"prompt logprobs from row {scored_from}"
-    return mode, None
+
+    def __init__(
+        self,
+        tail: Tail | None = None,
+        default: PrefillMode = "off",
+        problems: Sequence[str] = (),
+    ) -> None:
+        self.tail = tail
+        self._default = default
+        self._problems = tuple(problems) or ("it has no shared KV tail",)
+        if default != "off" and tail is None:
+            raise EngineError(f"engine options: {self._does_not_apply(default)}")
+
+    def resolve(self, request: GenerateRequest) -> PromptTail:
+        """Decide how a request's prompt is processed.
+
+        Prompt log-probabilities and trainer parity turn bounded into exact, which is right in
+        every row that is asked for.
+
+        Raises:
+            EngineError: the model has no tail, or the request contradicts itself.
+        """
+        num_prompt = len(request.prompt_ids)
+        scored_from = None
+        if request.prompt_logprobs is not None:
+            scored_from = max(request.prompt_logprobs_start, 1) - 1
+            if scored_from > num_prompt - 2:
+                scored_from = None
+        mode, reason = request.prefill or self._default, None
+        if mode != "off" and self.tail is None:
+            raise EngineError(self._does_not_apply(mode))
+        if mode == "bounded" and request.trainer_parity:
+            if request.prefill == "bounded":
+                raise EngineError(
+                    "prefill: expected off or exact together with trainer_parity, since bounded"
+                    " is not numerically equal; got bounded"
+                )
+            mode, reason = "exact", "trainer parity"
+        elif mode == "bounded" and scored_from is not None:
+            mode, reason = "exact", f"prompt logprobs from row {scored_from}"
+        return PromptTail(self.tail, mode, reason, num_prompt=num_prompt, scored_from=scored_from)
+
+    def _does_not_apply(self, mode: PrefillMode) -> str:
+        return f"prefill: {mode} does not apply to this model: {'; '.join(self._problems)}"

@@ -15,6 +15,7 @@ import enum
 
 from engine.api import FinishReason, GenerateRequest
 from engine.plan.prefix import HashChain
+from engine.plan.replay import PromptTail
 
 
 class Status(enum.Enum):
@@ -42,6 +43,7 @@ class RequestState:
         arrival: number in the order of arrival; a smaller one is served first.
         max_model_len: context in tokens.
         chain: hashes of its sequence, for the prefix cache.
+        tail: how the last layers process its prompt.
     """
 
     __slots__ = (
@@ -57,11 +59,18 @@ class RequestState:
         "slot",
         "status",
         "stop_token_ids",
+        "tail",
+        "tail_rows",
         "token_ids",
     )
 
     def __init__(
-        self, request: GenerateRequest, arrival: int, max_model_len: int, chain: HashChain
+        self,
+        request: GenerateRequest,
+        arrival: int,
+        max_model_len: int,
+        chain: HashChain,
+        tail: PromptTail,
     ) -> None:
         params = request.sampling
         self.request = request
@@ -75,6 +84,8 @@ class RequestState:
         self.slot = 0  # 0: none
         self.block_ids: tuple[int, ...] = ()
         self.chain = chain
+        self.tail = tail
+        self.tail_rows = 0  # of the prompt, processed by the last layers
         self.cached_tokens = 0  # of the prompt, not processed for this request
         self.marks: list[int] = []  # positions ahead at which the prefill stops for a snapshot
 
@@ -96,6 +107,7 @@ class RequestState:
         self.num_computed = num_computed
         if not self.num_generated:
             self.cached_tokens = num_computed
+            self.tail_rows = 0
 
     def preempt(self) -> None:
         """Take the memory away; the tokens stay. The caller has released the ids."""
@@ -121,7 +133,10 @@ class RequestState:
             RuntimeError: it holds no memory to run in, processed more tokens than it has, or a
                 token was sampled before all known ones were processed, or the reverse.
         """
+        start = self.num_computed
         self.num_computed += num_tokens
+        if not self.num_generated:
+            self.tail_rows += self.tail.rows(start, self.num_computed)
         missing = len(self.token_ids) - self.num_computed
         if not self.slot or missing < 0 or (sampled is None) != (missing > 0):
             raise RuntimeError(

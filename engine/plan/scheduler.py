@@ -33,7 +33,8 @@ from collections.abc import Iterator
 
 from engine.api import FinishReason, GenerateRequest
 from engine.plan.blocks import BlockPool
-from engine.plan.prefix import PrefixCache
+from engine.plan.prefix import PrefixCache, Snapshot
+from engine.plan.replay import Replay
 from engine.plan.request import RequestState, Status
 from engine.plan.step import Chunk, StepPlan
 
@@ -53,6 +54,7 @@ class Scheduler:
             of requests; 0 for no prefix cache.
         salt: of the prefix cache's hashes; differs where equal tokens give another state.
         lookahead: whether to allow for steps that are launched ahead.
+        replay: how prompts are processed.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Scheduler:
         max_snapshots: int = 0,
         salt: bytes = b"",
         lookahead: bool = False,
+        replay: Replay | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ValueError(
@@ -87,6 +90,7 @@ class Scheduler:
             salt=salt,
         )
         self.num_preemptions = 0
+        self._replay = replay or Replay()
         self._block_size = block_size
         self._num_slots = num_slots
         self._slot_copies: list[tuple[int, int]] = []  # due at the head of the next plan
@@ -124,11 +128,13 @@ class Scheduler:
 
         Raises:
             ValueError: the id is that of a live request.
+            EngineError: its prompt cannot be processed as it asks.
         """
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is live already")
-        chain = self.prefix.chain(_salt(request.cache_salt))
-        state = RequestState(request, self._arrivals, self._max_model_len, chain)
+        tail = self._replay.resolve(request)
+        chain = self.prefix.chain(tail.salt + _salt(request.cache_salt))
+        state = RequestState(request, self._arrivals, self._max_model_len, chain, tail)
         self._arrivals += 1
         self._live[request.id] = state
         self._waiting.append(state)
@@ -149,9 +155,7 @@ class Scheduler:
         (self._waiting if state.status is Status.WAITING else self._running).remove(state)
         # Where a chunk is half through, the slot holds no state that anybody could go on from.
         if keep and state.num_computed and self.prefix.enabled and request_id not in self._held:
-            self.prefix.add(
-                state.token_ids, state.chain, state.num_computed, state.block_ids, state.slot
-            )
+            self._keep(state, state.slot)
         self._release(state)
         state.finish()
         return state
@@ -205,9 +209,7 @@ class Scheduler:
             self.remove(chunk.request_id)
         elif state.marks and state.marks[0] == state.num_computed:
             del state.marks[0]
-            slot = self.prefix.add(
-                state.token_ids, state.chain, state.num_computed, state.block_ids
-            )
+            slot = self._keep(state)
             if slot:
                 self._slot_copies.append((state.slot, slot))
         return reason
@@ -262,6 +264,7 @@ class Scheduler:
     def _chunk(self, state: RequestState, size: int, *, goes_ahead: bool = False) -> Chunk:
         start = state.num_computed
         end = start + size
+        scored_from, targets = self._targets(state, start, end)
         return Chunk(
             request_id=state.request.id,
             slot=state.slot,
@@ -272,6 +275,29 @@ class Scheduler:
             arrival=state.arrival,
             is_stream=state.status is Status.DECODE,
             goes_ahead=goes_ahead,
+            prefill=state.tail.mode,
+            anchor=state.tail.anchor,
+            scored_from=scored_from,
+            targets=targets,
+            num_rivals=state.request.prompt_logprobs or 0,
+        )
+
+    def _targets(self, state: RequestState, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """First of the rows [start, end) that score a prompt token, and the tokens they score."""
+        if state.tail.scored_from is None or state.num_generated:
+            return 0, ()
+        first = max(start, state.tail.scored_from)
+        return first, tuple(state.token_ids[first + 1 : min(end + 1, state.num_prompt)])
+
+    def _keep(self, state: RequestState, slot: int = 0) -> int:
+        """Have the prefix cache keep a request's state; see `PrefixCache.add`."""
+        return self.prefix.add(
+            state.token_ids,
+            state.chain,
+            state.num_computed,
+            state.block_ids,
+            slot,
+            state.tail.anchor,
         )
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -295,7 +321,7 @@ class Scheduler:
 
     def _give_memory(self, state: RequestState) -> bool:
         """Admit a request, with what the prefix cache has of its tokens; False if it does not fit."""
-        hit = self.prefix.find(state.token_ids, state.chain) if self.prefix.enabled else None
+        hit = self._find(state) if self.prefix.enabled else None
         length = hit.length if hit else 0
         shared = hit.block_ids[: length // self._block_size] if hit else ()
         self.blocks.share(shared)  # first of all, so that they are not evicted
@@ -312,10 +338,18 @@ class Scheduler:
             self._slot_copies.append((hit.slot, slot))
             if length % self._block_size:
                 self._block_copies.append((hit.block_ids[-1], own[0]))
+        state.tail.settle(length, hit.anchor if hit else 0)
         state.admit(slot, shared + own, length)
         if self.prefix.enabled:
             state.marks = self._marks(state)
         return True
+
+    def _find(self, state: RequestState) -> Snapshot | None:
+        def fits(kept: Snapshot) -> bool:
+            has_output = bool(state.num_generated)
+            return state.tail.fits(kept.length, kept.anchor, has_output=has_output)
+
+        return self.prefix.find(state.token_ids, state.chain, fits)
 
     def _marks(self, state: RequestState) -> list[int]:
         """Where to take a snapshot: the branch from known prompts, the last boundary, the end.
@@ -326,8 +360,9 @@ class Scheduler:
         end = len(state.token_ids)
         last = (end - 1) // self._block_size * self._block_size
         branch = self.prefix.branch(state.token_ids, state.chain)
+        marks = (state.tail.mark(mark, self._block_size) for mark in (branch, last))
         least = state.num_computed + self._block_size
-        return sorted({end, *(mark for mark in (branch, last) if mark >= least)})
+        return sorted({end, *(mark for mark in marks if mark >= least)})
 
     def _grow(self, state: RequestState) -> bool:
         """Give a stream the block its newest token needs; False if it was preempted itself."""
@@ -363,8 +398,7 @@ class Scheduler:
         ]
         needed = sum(count for _, count in missing if count > 0)
         if needed > self.blocks.num_free or any(
-            state.request.sampling.top_logprobs is not None
-            or state.request.sampling.moves_logits
+            state.request.sampling.top_logprobs is not None or state.request.sampling.moves_logits
             for state in streams
         ):
             return False

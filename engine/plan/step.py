@@ -34,6 +34,7 @@ class Chunk:
         scored_from: position of the first row that scores a prompt token.
         targets: the token after each of the rows from there on, as far as the prompt goes: their
             log-probabilities are wanted. Empty where none are.
+        num_rivals: how many of the most likely tokens are wanted beside each target.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Chunk:
     anchor: int = 0
     scored_from: int = 0
     targets: tuple[int, ...] = ()
+    num_rivals: int = 0
 
     @property
     def end(self) -> int:

@@ -158,7 +158,9 @@ def test_every_request_gets_what_it_would_get_alone(
         assert (tokens, reason) == (collector.tokens[r.id], collector.last[r.id].finish_reason)
         usage = collector.last[r.id].usage
         assert usage is not None
-        assert usage == Usage(len(r.prompt_ids), len(tokens), usage.cached_tokens)
+        cached = usage.cached_tokens
+        rows = len(r.prompt_ids) - cached
+        assert usage == Usage(len(r.prompt_ids), len(tokens), cached, tail_rows=rows)
         assert 0 <= usage.cached_tokens < len(r.prompt_ids)
 
 
@@ -311,7 +313,7 @@ def test_unusable_logits_end_one_request(value: float) -> None:
     collector = drain(core)
 
     assert collector.last["a"].finish_reason is FinishReason.ERROR
-    assert collector.last["a"].usage == Usage(3, 2)
+    assert collector.last["a"].usage == Usage(3, 2, tail_rows=3)
     assert "no usable probabilities" in str(collector.last["a"].error)
     assert collector.tokens["a"] == collector.tokens["b"][:2]
     assert collector.tokens["b"] == alone(request("b", (1, 2, 3)))[0]
@@ -358,12 +360,21 @@ def test_cached_tokens_are_reported_from_the_first_delta_on() -> None:
     """A second turn finds the first; the first delta says so, the last one again, stats add up."""
     core = make()
     tokens, deltas = finished(core, request("a", (1, 2, 3, 4, 5), max_tokens=4))
-    assert [delta.usage for delta in deltas] == [Usage(5, 1), None, None, Usage(5, 4)]
+    assert [delta.usage for delta in deltas] == [
+        Usage(5, 1, tail_rows=5),
+        None,
+        None,
+        Usage(5, 4, tail_rows=5),
+    ]
     turn = (1, 2, 3, 4, 5, *tokens, 7)
 
     _, deltas = finished(core, request("b", turn, max_tokens=3))
 
-    assert [delta.usage for delta in deltas] == [Usage(10, 1, 8), None, Usage(10, 3, 8)]
+    assert [delta.usage for delta in deltas] == [
+        Usage(10, 1, 8, tail_rows=2),
+        None,
+        Usage(10, 3, 8, tail_rows=2),
+    ]
     stats = core.stats()
     assert (stats.prompt_tokens, stats.cached_tokens, stats.prefix_hits) == (15, 8, 1)
     assert stats.snapshots > 0
@@ -375,7 +386,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
     core = make(prefix_cache=False)
     for name in "ab":
         _, deltas = finished(core, request(name, (1, 2, 3, 4, 5)))
-        assert deltas[0].usage == Usage(5, 1, 0)
+        assert deltas[0].usage == Usage(5, 1, 0, tail_rows=5)
 
     stats = core.stats()
     assert (stats.snapshots, stats.cached_blocks, stats.cached_tokens) == (0, 0, 0)

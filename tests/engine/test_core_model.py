@@ -181,9 +181,9 @@ def test_the_comparison_sees_shared_memory(
     options = dataclasses.replace(OPTIONS, num_blocks=30)
     runner = ModelRunner(model, pool, torch.device("cpu"))
     core = EngineCore(runner, options, max_position_embeddings=1024)
-    run_plan = runner.run
+    step = runner.step
 
-    def wrong(plan: Any) -> torch.Tensor:
+    def wrong(plan: Any, draws: Any) -> Any:
         changes: dict[str, Any] = {"slot": 1} if fault == "slot" else {}
         chunks = [
             dataclasses.replace(
@@ -191,9 +191,9 @@ def test_the_comparison_sees_shared_memory(
             )
             for c in plan.chunks
         ]
-        return run_plan(dataclasses.replace(plan, chunks=tuple(chunks)))
+        return step(dataclasses.replace(plan, chunks=tuple(chunks)), draws)
 
-    runner.run = wrong  # type: ignore[method-assign]
+    runner.step = wrong  # type: ignore[method-assign]
 
     assert run(core, REQUESTS) != expected
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.api import FinishReason, GenerateRequest, SamplingParams
 from engine.plan.prefix import HashChain
+from engine.plan.replay import Replay
 from engine.plan.request import RequestState, Status
 
 
@@ -14,7 +15,8 @@ def state(
 ) -> RequestState:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos)
     request = GenerateRequest("r", tuple(range(prompt)), sampling)
-    return RequestState(request, 0, 8, HashChain(b"", 4))
+    tail = Replay().resolve(request)
+    return RequestState(request, 0, 8, HashChain(b"", 4), tail)
 
 
 def test_a_request_goes_from_prompt_to_end() -> None:
