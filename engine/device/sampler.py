@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
+from engine.kernels.sampler import gumbel, nucleus
 
 _MASK64 = (1 << 64) - 1
 _WEYL = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_GUMBEL_BITS = 52  # (k + 0.5) / 2^52 is exact in float64 and never 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,42 +127,6 @@ def move_logits(row: Tensor, draw: Draw) -> None:
         row[ids] += torch.tensor(list(moves.values()), dtype=row.dtype, device=row.device)
 
 
-def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of likeliest tokens that holds the mass top_p.
-
-    Args:
-        logits: float64 [B, V], scaled by the temperature.
-        top_p: float64 [B], in (0, 1).
-
-    Returns:
-        bool [B, V], true for tokens that may be drawn: at least one per row; of equally likely
-        ones the lower id is kept first.
-    """
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(dim=-1)
-    kept = probs.cumsum(dim=-1) - probs < top_p[:, None]  # mass of those before
-    return torch.zeros_like(kept).scatter_(1, ids, kept)
-
-
-def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
-    """Give each token id of each row its Gumbel number.
-
-    Args:
-        keys: int64 [B], from `draw_key`.
-        vocab_size: V.
-
-    Returns:
-        float64 [B, V].
-    """
-    ids = torch.arange(1, vocab_size + 1, device=keys.device)
-    x = keys[:, None] + ids * _signed(_WEYL)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
-    x = x ^ _shift_right(x, 31)
-    uniform = _shift_right(x, 64 - _GUMBEL_BITS).double().add_(0.5).mul_(2.0**-_GUMBEL_BITS)
-    return uniform.log_().neg_().log_().neg_()
-
-
 def draw_key(draw: Draw) -> int:
     """Hash (seed, output index) to the key of a row, as a signed 64-bit integer.
 
@@ -225,11 +189,6 @@ def _bits(words: NDArray[np.int32], count: int) -> Tensor:
     """The first `count` bits of a token mask: bool [count]."""
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:count]
     return torch.from_numpy(bits.astype(bool))
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift 64 bits without carrying the sign in, as an unsigned integer would."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: int) -> int:
