@@ -218,12 +218,12 @@ _PROGRAMS = 264
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the closing of a site and the projection are cut up.
+    """How a kernel that closes a site, projects onto the next one's logits, or both is cut up.
 
     Args:
         bt: rows per program; 1 takes `mix_row`, more takes `mix_rows`.
         bd: places of d per step.
-        bk: of these, how many the projection takes at once.
+        bk: of these, how many `mix_rows` projects at once.
         splits: shares of d.
         warps: per program.
     """
@@ -235,23 +235,29 @@ class Tiling:
     warps: int
 
 
-def tiling(rows: int, width: int) -> Tiling:
-    """Tiling for T rows of streams of width d: a table by class of T."""
+def tilings(rows: int, width: int) -> tuple[Tiling, ...]:
+    """Tilings for T rows of streams of width d: a table by class of T.
+
+    One: closing and projecting are one kernel. Two: a kernel each, where the rows are too many to
+    read fn for each of them and too few to hide what one waits for behind the others.
+    """
+
+    def spread(bt: int, bd: int, bk: int, warps: int) -> Tiling:
+        splits = min(_PROGRAMS // triton.cdiv(rows, bt), triton.cdiv(width, bd), 128)
+        return Tiling(bt, bd, bk, max(1, splits), warps)
+
     if rows <= 8:
-        bt, bd, bk, warps = 1, 64, 64, 4
-    elif rows <= 256:
-        bt, bd, bk, warps = 16, 128, 64, 4
-    else:
-        bt, bd, bk, warps = 64, 1024, 64, 4
-    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, bt), width // bd, 128))
-    return Tiling(bt, bd, bk, splits, warps)
+        return (spread(1, 64, 64, 4),)
+    if rows <= 256:
+        return spread(1, 512, 512, 4), spread(16, 128, 64, 4)
+    return (spread(64, 1024, 64, 4),)
 
 
 def _mixed(
     streams: Tensor,
     closing: tuple[Tensor, Tensor, Tensor] | None,
     fn: Tensor | None,
-    cut: Tiling | None = None,
+    cuts: tuple[Tiling, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Close a site, project onto the next one's logits, or both.
 
@@ -259,13 +265,25 @@ def _mixed(
         streams: R [T, S, d], contiguous.
         closing: (parts, post, comb) of the site to close, or None.
         fn: of the site to open, or None.
-        cut: its tiling, by default `tiling`'s.
+        cuts: tilings of one kernel or two, by default those of `tilings`.
 
     Returns:
         R', and sums [T, splits, SLOTS].
     """
+    cuts = cuts or tilings(streams.shape[0], streams.shape[2])
+    if len(cuts) == 2 and closing is not None and fn is not None:
+        streams, _ = _mix(streams, closing, None, cuts[0])
+        closing = None
+    return _mix(streams, closing, fn, cuts[0] if fn is None else cuts[-1])
+
+
+def _mix(
+    streams: Tensor,
+    closing: tuple[Tensor, Tensor, Tensor] | None,
+    fn: Tensor | None,
+    cut: Tiling,
+) -> tuple[Tensor, Tensor]:
     rows, count, width = streams.shape
-    cut = cut or tiling(rows, width)
     share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
     splits = triton.cdiv(width, share)
     out = streams if closing is None else torch.empty_like(streams)

@@ -205,14 +205,15 @@ def test_large_logits_are_balanced_as_in_the_twin():
     rows=st.integers(1, 18),
     bt=st.sampled_from([1, 16]),
     splits=st.integers(1, 5),
+    kernels=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_any_tiling_gives_the_same_turn(rows, bt, splits, seed):
+def test_any_tiling_gives_the_same_turn(rows, bt, splits, kernels, seed):
     """Cutting rows or d another way changes streams or logits."""
     s = site(rows, 160, torch.bfloat16)
     s["streams"] = normal(rows, STREAMS, 160, seed=seed, dtype=torch.bfloat16)
-    cut = mhc.Tiling(bt, 64, 32, splits, 4)
-    mixed, sums = mhc._mixed(*closing(s)[:1], closing(s)[1:], s["fn"], cut)
+    cuts = (mhc.Tiling(bt, 64, 32, splits, 4),) * kernels
+    mixed, sums = mhc._mixed(*closing(s)[:1], closing(s)[1:], s["fn"], cuts)
     torch.testing.assert_close(mixed, mhc.hc_out_torch(*closing(s)), atol=1e-5, rtol=2.0**-7)
     flat = mixed.float().flatten(1)
     totals = sums.sum(1)
