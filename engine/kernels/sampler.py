@@ -125,8 +125,8 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 # The nucleus needs no sort. The winner among all tokens is the winner among the nucleus if it lies
 # in it, which is so if the mass of the tokens before it is below top_p. If it does not, the nucleus
 # lies wholly before it: look for the winner among the tokens before it, and so on. A first look
-# (_look) covers all tokens, a second (_weigh) weighs what comes before its winner and finds the
-# next one meanwhile; rarely more are needed, and one program makes those (_settle).
+# (_look) covers all tokens; rounds (_weigh) weigh what comes before the last winner and find the
+# next one meanwhile; if those do not suffice, one program goes on alone (_settle).
 
 _WEYL = tl.constexpr(WEYL + (1 << 64))
 _MIX1 = tl.constexpr(MIX1 + (1 << 64))
@@ -135,6 +135,8 @@ _UNUSED = tl.constexpr(64 - GUMBEL_BITS)
 _STEP = tl.constexpr(2.0**-GUMBEL_BITS)
 #: Tokens of a program.
 BLOCK = 1024
+#: Rounds that all programs make together: at top_p = 0.9 one draw in 200 needs more.
+ROUNDS = 2
 
 
 @triton.jit
@@ -254,39 +256,53 @@ def _part_winner(values, value_ids, b, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _ahead(before, b, parts, PARTS: tl.constexpr):
+    """Mass before a winner: the sum of what each part has."""
+    part = tl.arange(0, PARTS)
+    return tl.sum(tl.load(before + b * parts + part, mask=part < parts, other=0.0), 0)
+
+
+@triton.jit
 def _weigh(
-    logits, temperature, top_p, seeds, index, mask, high, drawn, drawn_id, mass, follow, follow_id,
-    before, V, parts,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    logits, temperature, top_p, seeds, index, mask, high, drawn, drawn_id, mass, before, V, parts,
+    ROUND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, b): what of chunk c comes before the first winner of row b."""
+    """Program (c, b): what of chunk c comes before the winner that round ROUND found in row b."""
     c, b = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + b)
-    if (heat > 0) & (tl.load(top_p + b) < 1):
-        fit = _is_fit(high, b, parts, PARTS)
-        if fit:
-            _, limit_id = _part_winner(drawn, drawn_id, b, parts, PARTS)
-            level, _ = _total(high, mass, b, parts, heat, PARTS)
-            limit = _logit(logits, b, limit_id, V)
-            share, best, best_id = _before(
-                logits, mask, b, c * BLOCK + tl.arange(0, BLOCK), V, heat,
-                _row_key(seeds, index, b), level, limit, limit_id, HAS_MASK,
-            )  # fmt: skip
-            at = b * parts + c
-            tl.store(before + at, share)
-            tl.store(follow + at, best)
-            tl.store(follow_id + at, best_id)
+    size = tl.num_programs(1) * parts
+    heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
+    if (heat > 0) & (wanted < 1):
+        undecided = _is_fit(high, b, parts, PARTS)
+        if undecided:
+            level, total = _total(high, mass, b, parts, heat, PARTS)
+            for done in tl.static_range(ROUND):
+                undecided &= _ahead(before + done * size, b, parts, PARTS) >= wanted * total
+            if undecided:
+                from_round = ROUND * size
+                _value, limit_id = _part_winner(
+                    drawn + from_round, drawn_id + from_round, b, parts, PARTS
+                )
+                limit = _logit(logits, b, limit_id, V)
+                share, best, best_id = _before(
+                    logits, mask, b, c * BLOCK + tl.arange(0, BLOCK), V, heat,
+                    _row_key(seeds, index, b), level, limit, limit_id, HAS_MASK,
+                )  # fmt: skip
+                at = b * parts + c
+                tl.store(before + from_round + at, share)
+                tl.store(drawn + from_round + size + at, best)
+                tl.store(drawn_id + from_round + size + at, best_id)
 
 
 @triton.jit
 def _settle(
     logits, temperature, top_p, seeds, index, mask, forced, high, high_id, drawn, drawn_id, mass,
-    follow, follow_id, before, out, usable, V, parts,
-    HAS_MASK: tl.constexpr, HAS_FORCED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    before, out, usable, V, parts,
+    ROUNDS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_FORCED: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program b: the token of row b."""
     b = tl.program_id(0)
-    part = tl.arange(0, PARTS)
+    size = tl.num_programs(0) * parts
     heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
     _peak, token = _part_winner(high, high_id, b, parts, PARTS)
     fit = _is_fit(high, b, parts, PARTS)
@@ -294,9 +310,14 @@ def _settle(
         _value, token = _part_winner(drawn, drawn_id, b, parts, PARTS)
         if wanted < 1:
             level, total = _total(high, mass, b, parts, heat, PARTS)
-            share = tl.load(before + b * parts + part, mask=part < parts, other=0.0)
-            ahead = tl.sum(share, 0)
-            _value, follower = _part_winner(follow, follow_id, b, parts, PARTS)
+            ahead = _ahead(before, b, parts, PARTS)
+            _value, follower = _part_winner(drawn + size, drawn_id + size, b, parts, PARTS)
+            for done in tl.static_range(1, ROUNDS):
+                if ahead >= wanted * total:
+                    token = follower
+                    ahead = _ahead(before + done * size, b, parts, PARTS)
+                    to = (done + 1) * size
+                    _value, follower = _part_winner(drawn + to, drawn_id + to, b, parts, PARTS)
             key = _row_key(seeds, index, b)
             while ahead >= wanted * total:
                 token = follower
@@ -329,30 +350,31 @@ def sample_triton(
     mask: Tensor | None = None,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do as `sample_torch`; three launches, whose work is what the rows' parameters need."""
+    """Do as `sample_torch`; ROUNDS + 2 launches, whose work is what the rows' parameters need."""
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, BLOCK)
     padded = triton.next_power_of_2(parts)
 
-    def scratch(dtype: torch.dtype) -> Tensor:
-        return torch.empty((rows, parts), dtype=dtype, device=logits.device)
+    def scratch(rounds: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rounds, rows, parts), dtype=dtype, device=logits.device)
 
     wide, narrow = torch.float64, torch.int32
-    high, high_id = scratch(torch.float32), scratch(narrow)
-    drawn, drawn_id, mass = scratch(wide), scratch(narrow), scratch(wide)
-    follower, follower_id, before = scratch(wide), scratch(narrow), scratch(wide)
+    high, high_id = scratch(1, torch.float32), scratch(1, narrow)
+    drawn, drawn_id = scratch(ROUNDS + 1, wide), scratch(ROUNDS + 1, narrow)
+    mass, before = scratch(1, wide), scratch(ROUNDS, wide)
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     usable = torch.empty(rows, dtype=torch.bool, device=logits.device)
     given = (logits, temperature, top_p, seeds, index, mask)
     masked = {"HAS_MASK": mask is not None, "BLOCK": BLOCK, "num_warps": 4}
     _look[(parts, rows)](*given, high, high_id, drawn, drawn_id, mass, vocab, parts, **masked)
-    _weigh[(parts, rows)](
-        *given, high, drawn, drawn_id, mass, follower, follower_id, before, vocab, parts,
-        PARTS=padded, **masked,
-    )  # fmt: skip
+    for done in range(ROUNDS):
+        _weigh[(parts, rows)](
+            *given, high, drawn, drawn_id, mass, before, vocab, parts,
+            ROUND=done, PARTS=padded, **masked,
+        )  # fmt: skip
     _settle[(rows,)](
-        *given, forced, high, high_id, drawn, drawn_id, mass, follower, follower_id, before, ids,
-        usable.view(torch.int8), vocab, parts, HAS_FORCED=forced is not None, PARTS=padded,
-        **masked,
+        *given, forced, high, high_id, drawn, drawn_id, mass, before, ids,
+        usable.view(torch.int8), vocab, parts,
+        ROUNDS=ROUNDS, HAS_FORCED=forced is not None, PARTS=padded, **masked,
     )  # fmt: skip
     return ids, usable
