@@ -104,7 +104,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
     row = mine + low * unit_rows
     for i in tl.static_range(DEPTH):
         step = _step(i, data, scale, row, group, low < high, K, C, apart, FP4, BLOCK)
-        ring = ring + (step,)  # noqa: RUF005
+        ring = ring + (step,)  # type: ignore[assignment]  # noqa: RUF005
     # Columns beyond the tile's rows repeat the last row and are not stored.
     place = first + tl.minimum(mine, count - 1)
     n0 = lane % 4 * 2
@@ -141,7 +141,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
                 a, b, step = _advance(turn * DEPTH + j, ring, j, xs, a, b, data, scale, row,
                                       unit_rows, group, unit < high, unit + 1 < high, K, C, apart, DEPTH,
                                       FP4, BLOCK)  # fmt: skip
-                fresh = fresh + (step,)  # noqa: RUF005
+                fresh = fresh + (step,)  # type: ignore[assignment]  # noqa: RUF005
             ring = fresh
         sums = _across_warps(a, b, WARPS)
         column = unit * unit_rows + lane // 4
@@ -253,7 +253,8 @@ class Layout:
         if INTERPRETED:
             return 3
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return self.resident * int(device.multi_processor_count)
+        count: int = device.multi_processor_count
+        return self.resident * count
 
 
 def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:
@@ -338,8 +339,7 @@ def stream_experts(
 ) -> Tensor:
     """Run the experts for up to DECODE_ROWS rows; arguments and result as `moe_torch`.
 
-    Args:
-        layouts: of the two launches, for measurements; chosen by shape otherwise.
+    `layouts` are those of the two launches, for measurements; chosen by shape otherwise.
     """
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]

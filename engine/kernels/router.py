@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import dot, tl, triton
 
 Scoring = Literal["sqrtsoftplus", "softmax"]
 
@@ -156,3 +157,281 @@ def _check_choice(bias: Tensor | None, table: Tensor | None, scoring: Scoring) -
         raise ValueError(
             f"route: expected {wanted} of bias and table of experts for {scoring}, got {given}"
         )
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _score(x):
+    """sqrt(softplus(x)), float32, accurate to a few units in the last place."""
+    u = tl.exp(-tl.abs(x))
+    # log1p(u) = 2 atanh(u / (2 + u)), whose argument is at most 1 / 3
+    z = u / (2.0 + u)
+    zz = z * z
+    series = 1.0 / 11 + zz * (1.0 / 13 + zz * (1.0 / 15))
+    series = 1.0 / 5 + zz * (1.0 / 7 + zz * (1.0 / 9 + zz * series))
+    log1p = 2.0 * z * (1.0 + zz * (1.0 / 3 + zz * series))
+    plain = tl.sqrt_rn(tl.maximum(x, 0.0) + log1p)
+    return tl.where(x < -16.0, tl.exp(0.5 * x), plain)  # before exp(x) leaves its range
+
+
+@triton.jit
+def _partial_logits(x, gate, logits, first, expert, split, T, E: tl.constexpr, D: tl.constexpr,
+                    SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+                    BK: tl.constexpr):  # fmt: skip
+    """Logits of BT rows and BE experts over one part of the columns: [SPLITS, T, E]."""
+    rows = first + tl.arange(0, BT)
+    experts = expert + tl.arange(0, BE)
+    per: tl.constexpr = (D + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    acc = tl.zeros((BE, BT), tl.float32)
+    for begin in range(0, per, BK):
+        columns = split * per + begin + tl.arange(0, BK)
+        inside = columns < D
+        w = tl.load(gate + experts[:, None] * D + columns[None, :],
+                    mask=(experts < E)[:, None] & inside[None, :], other=0.0)  # fmt: skip
+        values = tl.load(x + rows[None, :].to(tl.int64) * D + columns[:, None],
+                         mask=(rows < T)[None, :] & inside[:, None], other=0.0)  # fmt: skip
+        acc = dot(w, values.to(w.dtype), acc)
+    out = logits + (split * T + rows[None, :]).to(tl.int64) * E + experts[:, None]
+    tl.store(out, acc, mask=(rows < T)[None, :] & (experts < E)[:, None])
+
+
+@triton.jit
+def _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights, first,
+                 T, scaling, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+                 SPLITS: tl.constexpr, ROWS: tl.constexpr, HASHED: tl.constexpr,
+                 IMAGES: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
+    """Experts and weights of ROWS rows, from all parts of their logits."""
+    row = first + tl.arange(0, ROWS)
+    real = row < T
+    column = tl.arange(0, EP)
+    mask = real[:, None] & (column < E)[None, :]
+    at = logits + row[:, None].to(tl.int64) * E + column[None, :]
+    total = tl.zeros((ROWS, EP), tl.float32)
+    for split in tl.static_range(SPLITS):
+        # written by other programs of this launch, perhaps: past the first-level cache
+        total += tl.load(at + split * T * E, mask=mask, other=0.0, cache_modifier=".cg")
+    if SOFTMAX:
+        total = tl.where(mask, total, -1e30)
+        shifted = tl.exp(total - tl.max(total, axis=1)[:, None])
+        scores = shifted / tl.sum(shifted, axis=1)[:, None]
+    else:
+        scores = tl.where(mask, _score(total), 0.0)
+    slot = tl.load(slots + tl.load(seq + row, mask=real, other=0), mask=real, other=0)
+    place = tl.arange(0, KP)
+    chosen = tl.full((ROWS, KP), -1, tl.int32)
+    taken = tl.zeros((ROWS, KP), tl.float32)
+    if HASHED:
+        token = tl.load(ids + row, mask=real, other=0)
+    else:
+        moved = total if SOFTMAX else scores
+        if not SOFTMAX:
+            moved += tl.load(bias + column, mask=column < E, other=0.0)[None, :]
+        if IMAGES:
+            other = scores + tl.load(image_bias + column, mask=column < E, other=0.0)[None, :]
+            is_image = tl.load(image + row, mask=real, other=0) != 0
+            moved = tl.where(is_image[:, None], other, moved)
+        moved = tl.where((column < E)[None, :], moved, float("-inf"))
+    for i in tl.static_range(K):
+        if HASHED:
+            best = tl.load(table + token * K + i, mask=real, other=0).to(tl.int32)
+        else:
+            best = tl.argmax(moved, axis=1, tie_break_left=True)
+            moved = tl.where(column[None, :] == best[:, None], float("-inf"), moved)
+        score = tl.sum(tl.where(column[None, :] == best[:, None], scores, 0.0), axis=1)
+        chosen = tl.where(place[None, :] == i, best[:, None], chosen)
+        taken = tl.where(place[None, :] == i, score[:, None], taken)
+    weight = tl.div_rn(taken, tl.broadcast_to(tl.sum(taken, axis=1)[:, None] + 1e-20, (ROWS, KP)))
+    live = (slot != 0)[:, None]
+    out = row[:, None] * K + place[None, :]
+    inside = real[:, None] & (place < K)[None, :]
+    tl.store(experts + out, tl.where(live, chosen, -1), mask=inside)
+    tl.store(weights + out, tl.where(live, weight * scaling, 0.0), mask=inside)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _group(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constexpr,
+           PAIRS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Sort pairs and cut tiles, as `group_torch`; one program, at most PAIRS pairs."""
+    i = tl.arange(0, PAIRS)
+    real = i < pairs
+    expert = tl.load(experts + i, mask=real, other=-1, cache_modifier=".cg")
+    # Padding, and what is beyond the pairs, sorts last.
+    key = tl.sort(tl.where(expert < 0, E, expert) * PAIRS + i)
+    tl.store(order + i, key % PAIRS, mask=real)
+    tl.store(scratch + i, key)
+    tl.debug_barrier()
+    own = key // PAIRS
+    before = tl.load(scratch + i - 1, mask=i > 0, other=-1, cache_modifier=".cg") // PAIRS
+    after = tl.load(scratch + i + 1, mask=i < PAIRS - 1, other=E * PAIRS, cache_modifier=".cg")
+    begin = tl.associative_scan(tl.where(before != own, i, 0), 0, _larger)
+    last = tl.where(after // PAIRS != own, i, PAIRS)
+    end = tl.associative_scan(last, 0, _smaller, reverse=True) + 1
+    opens = (own < E) & ((i - begin) % TILE == 0)
+    tile = tl.cumsum(opens.to(tl.int32), 0) - 1
+    tl.store(num_tiles, tl.sum(opens.to(tl.int32), 0))
+    unused = i < most  # cleared first, then overwritten by the same program
+    tl.store(tiles + i * 3, -1, mask=unused)
+    tl.store(tiles + i * 3 + 1, 0, mask=unused)
+    tl.store(tiles + i * 3 + 2, 0, mask=unused)
+    tl.debug_barrier()
+    tl.store(tiles + tile * 3, own, mask=opens)
+    tl.store(tiles + tile * 3 + 1, i, mask=opens)
+    tl.store(tiles + tile * 3 + 2, tl.minimum(end - i, TILE), mask=opens)
+
+
+@triton.jit
+def _is_last(counter, programs):
+    """Whether all other programs of the launch have been here; resets the counter if so.
+
+    Their writes before this call can be read afterwards.
+    """
+    tl.debug_barrier()  # the writes of all threads come before the one that counts
+    last = tl.atomic_add(counter, 1) == programs - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def _router_kernel(x, gate, logits, counter, bias, image, image_bias, table, ids, seq, slots,
+                   experts, weights, order, tiles, num_tiles, scratch, T, most, scaling,
+                   E: tl.constexpr, D: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+                   KP: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+                   BK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+                   HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
+                   WHOLE: tl.constexpr):  # fmt: skip
+    """Parts of the logits; WHOLE (up to ROWS rows): the last program does all the rest."""
+    _partial_logits(x, gate, logits, tl.program_id(1) * BT, tl.program_id(0) * BE,
+                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK)  # fmt: skip
+    if WHOLE:  # noqa: SIM102 - one of the two is known to the compiler
+        if _is_last(counter, tl.num_programs(0) * tl.num_programs(2)):
+            _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights,
+                         0, T, scaling, E, EP, K, KP, SPLITS, ROWS, HASHED, IMAGES, SOFTMAX)  # fmt: skip
+            tl.debug_barrier()
+            _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
+
+
+@triton.jit
+def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, slots, experts,
+                   weights, order, tiles, num_tiles, scratch, T, most, scaling, E: tl.constexpr,
+                   EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SPLITS: tl.constexpr,
+                   ROWS: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+                   HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
+                   GROUPED: tl.constexpr):  # fmt: skip
+    """Choose for ROWS rows; GROUPED: the last program sorts the pairs."""
+    _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights,
+                 tl.program_id(0) * ROWS, T, scaling, E, EP, K, KP, SPLITS, ROWS, HASHED,
+                 IMAGES, SOFTMAX)  # fmt: skip
+    if GROUPED:  # noqa: SIM102
+        if _is_last(counter, tl.num_programs(0)):
+            _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
+
+
+# ---------------------------------------------------------------- launch
+
+#: Rows that one program chooses for.
+_ROWS = 8
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero that kernels count in and leave at zero; launches of one stream share it."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = device, stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def _product_shape(rows: int) -> tuple[int, int, int, int]:
+    """Rows and experts of a program of the logits, its columns per step, parts of the columns."""
+    if rows <= DECODE_ROWS:
+        return max(16, triton.next_power_of_2(rows)), 16, 256, 8
+    return 64, 64, 64, 1
+
+
+def route_triton(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    rows: Rows,
+    *,
+    k: int,
+    scaling: float,
+    image: Tensor | None = None,
+    image_bias: Tensor | None = None,
+    scoring: Scoring = "sqrtsoftplus",
+) -> Routing:
+    """As `route_torch`: one launch up to eight rows, two up to DECODE_ROWS."""
+    _check_choice(bias, table, scoring)
+    count, (num_experts, d), device = len(x), gate.shape, x.device
+    most, pairs = most_tiles(count, k, num_experts), count * k
+    tile_rows, tile_experts, step, splits = _product_shape(count)
+    decode, whole = count <= DECODE_ROWS, count <= _ROWS
+    padded = triton.next_power_of_2(pairs) if decode else 1
+    # int32: experts, order, tiles, num_tiles and the sort's scratch lie in one allocation
+    ints = torch.empty(2 * pairs + 3 * most + 1 + padded, dtype=torch.int32, device=device)
+    experts, order, tiles, num_tiles, scratch = ints.split([pairs, pairs, 3 * most, 1, padded])
+    weights = torch.empty(count, k, dtype=torch.float32, device=device)
+    logits = torch.empty(splits, count, num_experts, dtype=torch.float32, device=device)
+    x = x.contiguous()
+    grid = (
+        triton.cdiv(num_experts, tile_experts),
+        triton.cdiv(count, tile_rows),
+        splits,
+    )
+    # What a layer lacks is not read: any pointer will do.
+    choice = (
+        x if bias is None else bias,
+        x if image is None else image.view(torch.uint8),
+        x if image_bias is None else image_bias,
+        x if table is None else table,
+        rows.ids,
+        rows.seq,
+        rows.slots,
+        experts,
+        weights,
+        order,
+        tiles,
+        num_tiles,
+        scratch,
+    )
+    sizes = {
+        "E": num_experts,
+        "EP": triton.next_power_of_2(num_experts),
+        "K": k,
+        "KP": triton.next_power_of_2(k),
+        "SPLITS": splits,
+        "ROWS": _ROWS,
+        "PAIRS": padded,
+        "TILE": tile_pairs(count),
+        "HASHED": table is not None,
+        "IMAGES": image is not None and image_bias is not None and bias is not None,
+        "SOFTMAX": scoring == "softmax",
+    }
+    counter = _counter(device)
+    _router_kernel[grid](
+        x, gate, logits, counter, *choice, count, most, scaling,
+        D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **sizes,
+    )  # fmt: skip
+    if not whole:
+        _choose_kernel[(triton.cdiv(count, _ROWS),)](
+            logits, counter, *choice, count, most, scaling, GROUPED=decode, num_warps=4, **sizes
+        )
+    experts = experts.view(count, k)
+    if not decode:
+        return Routing(experts, weights, *group_torch(experts, num_experts))
+    return Routing(experts, weights, order, tiles.view(most, 3), num_tiles)

@@ -107,13 +107,11 @@ def _mma_rows(a0, a1, b0, b1, NT: tl.constexpr):
 
 @triton.jit
 def mma(a0, a1, a2, a3, b0, b1, c):
-    """Add 16 columns of a tile times x to c, a tuple of four float32.
+    """Add 16 columns of a tile times x to c.
 
-    Args:
-        a0, a2: pairs of weight row g.
-        a1, a3: the same columns of row g + 8.
-        b0, b1: pairs of x's row g, of the columns of a0 and a2.
-        c: sums of (row g, x row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+    c is a tuple of four float32, sums of (weight row g, x row 2t), (g, 2t + 1), (g + 8, 2t) and
+    (g + 8, 2t + 1). a0 and a2 are pairs of weight row g, a1 and a3 the same columns of row g + 8,
+    b0 and b1 those columns of x's row g.
     """
     if _INTERPRETED:
         NT: tl.constexpr = a0.shape[0]
@@ -140,7 +138,8 @@ def fetch(
     """Read what one step needs: 16 bytes of each of two weight rows, and their scales.
 
     Args:
-        data, scale: of the matrix; pointers to uint8.
+        data: of the matrix, pointer to uint8.
+        scale: the same.
         row: its row g of the tile; the second one is row + 8, of the same block of rows.
         group: which 32 columns.
         half: e4m3 only: which 16 of these.
@@ -153,17 +152,17 @@ def fetch(
     if FP4:
         start = data + row * (K // 2) + group * 16
         scales = scale + row * (K // 32) + group
-        second: tl.constexpr = 8 * (K // 2)
+        below: tl.constexpr = 8 * (K // 2)
         s0 = tl.load(scales, mask=use, other=0)
         s1 = tl.load(scales + 8 * (K // 32), mask=use, other=0)
     else:
         start = data + row * K + group * 32 + half * 16
         wide: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        second: tl.constexpr = 8 * K
+        below: tl.constexpr = 8 * K
         s0 = tl.load(scale + row // BLOCK * wide + group * 32 // BLOCK, mask=use, other=0)
         s1 = s0
     w = load16(start.to(tl.pointer_type(tl.int32)), use)
-    v = load16((start + second).to(tl.pointer_type(tl.int32)), use)
+    v = load16((start + below).to(tl.pointer_type(tl.int32)), use)
     return w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3], s0, s1
 
 
@@ -196,8 +195,10 @@ def accumulate(step, xs, FIRST: tl.constexpr, c, FP4: tl.constexpr):
 
     Args:
         step: of `fetch`.
-        xs: of `rows_of_x`; this step's begin at FIRST (16 of them for e2m1, 8 for e4m3).
+        xs: of `rows_of_x`.
+        FIRST: where this step's begin in xs (16 of them for e2m1, 8 for e4m3).
         c: four float32, as `mma` has them, to be multiplied by SUM_SCALE at last.
+        FP4: e2m1, else e4m3.
     """
     bias: tl.constexpr = 110 if FP4 else 104
     # 2**(scale - 127) times what `_..._pairs` leave out, twice, as bits of bfloat16.
@@ -241,7 +242,7 @@ def _round_pairs(pairs, GROUP: tl.constexpr):
     for i in tl.static_range(16):
         low = round_e4m3_device(_low(pairs[i]) * inverse) * scale
         high = round_e4m3_device(_high(pairs[i]) * inverse) * scale
-        rounded = rounded + (_pair(low, high),)  # noqa: RUF005
+        rounded = rounded + (_pair(low, high),)  # type: ignore[assignment]  # noqa: RUF005
     return rounded
 
 
@@ -254,6 +255,7 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
         row: pointer to its bfloat16 row [K].
         first_group: its 32 columns of the first chunk; 4 more in each further one.
         C: chunks of a thread.
+        K: columns of x.
         FP4: pairs for e2m1, else for e4m3.
         ROUND: group of x's FP8 rounding, 32 or 128; 0 for none.
 
@@ -279,5 +281,5 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
             else:
                 p = _zip(pairs[4 * j], pairs[4 * j + 1])
                 r = _zip(pairs[4 * j + 2], pairs[4 * j + 3])
-            xs = xs + (p[0], p[1], r[0], r[1])  # noqa: RUF005
+            xs = xs + (p[0], p[1], r[0], r[1])  # type: ignore[assignment]  # noqa: RUF005
     return xs

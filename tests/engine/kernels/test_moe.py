@@ -10,8 +10,8 @@ from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.moe import moe_torch
 from engine.kernels.moe_decode import can_stream, stream_experts
-from engine.kernels.router import Routing, group_torch
 from engine.kernels.roundtrip import round_trip_fp8
+from engine.kernels.router import Routing, group_torch
 from engine.model.quant import quantise_fp4, quantise_fp8
 from tests.engine.kernels.passes import DEVICE
 
