@@ -17,9 +17,15 @@ class Text(NamedTuple):
 
 
 class ThinkEnd(NamedTuple):
-    """The end-of-thinking token."""
+    """The end-of-thinking token.
+
+    Args:
+        raw: the source text.
+        joins: it ends no reasoning, and stands behind what may be the beginning of a marker.
+    """
 
     raw: str
+    joins: bool = False
 
 
 class Stray(NamedTuple):

@@ -164,7 +164,11 @@ class ToolGate:
 
     def _on_think_end(self, event: ThinkEnd) -> None:
         self.reasoning = False
-        if self.report.calls:
+        if event.joins and not self.report.calls:
+            # The codec leaves it out, and the text around it would read as one marker.
+            self._sink.drop(len(event.raw))
+            self._sink.say(" ")
+        elif self.report.calls:
             self._sink.drop(len(event.raw))
         else:
             self._sink.verbatim(len(event.raw))
