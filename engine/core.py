@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from engine.api import (
     EngineError,
     EngineStats,
@@ -27,13 +25,10 @@ from engine.api import (
     TokenLogprob,
     Usage,
 )
-from engine.device.kvpool import KVPool
-from engine.device.runner import ModelRunner, StepResult
+from engine.device.build import Built, Source, build
+from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample
-from engine.model.checkpoint import Checkpoint, load_model
-from engine.model.v4 import Model
-from engine.options import EngineConfig, usable_cores
-from engine.plan.layout import layout_fingerprint
+from engine.options import EngineConfig
 from engine.plan.replay import Replay
 from engine.plan.request import RequestState
 from engine.plan.scheduler import Scheduler
@@ -73,6 +68,7 @@ class EngineCore:
         max_position_embeddings: the model's own context, in tokens.
         salt: of the prefix cache; differs where equal tokens give another state.
         replay: how prompts are processed.
+        source: where the weights came from; without it they cannot be updated.
 
     Raises:
         EngineError: the options do not fit the model.
@@ -86,22 +82,15 @@ class EngineCore:
         max_position_embeddings: int,
         salt: bytes = b"",
         replay: Replay | None = None,
+        source: Source | None = None,
     ) -> None:
         self.max_model_len = options.resolve_max_model_len(max_position_embeddings)
-        self._runner = runner
-        self._replay = replay or Replay()
+        self._options = options
+        self._source = source
         self._vocab_size = runner.vocab_size
-        self._scheduler = Scheduler(
-            num_blocks=options.resolve_num_blocks(self.max_model_len),
-            block_size=options.block_size,
-            num_slots=options.max_num_seqs,
-            max_batched_tokens=options.resolve_max_batched_tokens(),
-            max_model_len=self.max_model_len,
-            max_snapshots=options.resolve_max_snapshots(),
-            salt=salt,
-            lookahead=runner.looks_ahead,
-            replay=self._replay,
-        )
+        self._runner: Runner | None = None
+        self._replay = replay or Replay()
+        self._scheduler = self._install(runner, salt)
         # By request id, the scores of the prompt token at each position, until its first delta.
         self._prompt_scores: dict[str, dict[int, TokenLogprob]] = {}
         self._steps = 0
@@ -180,6 +169,7 @@ class EngineCore:
         if not plan.chunks:
             return []
         self._steps += 1
+        assert self._runner is not None
         try:
             result = self._runner.step(plan, self._draws(plan))
         except Exception:
@@ -221,6 +211,48 @@ class EngineCore:
             evictions=scheduler.prefix.num_evictions,
         )
 
+    def update_weights(self, path: Path, *, in_place: bool = False) -> Built:
+        """Serve another checkpoint of the same shape; no request may be live.
+
+        Everything that follows from weights is made anew: joined and packed matrices, captured
+        decode steps, and what the prefix cache kept. Takes as long as a start.
+
+        Args:
+            path: folder of the checkpoint.
+            in_place: whether weights are to be written where they are, which an engine that has
+                derived anything from them refuses: the derived state would stay as it was.
+
+        Returns:
+            what was built, with the seconds it took.
+
+        Raises:
+            EngineError: requests are live, the engine was built without a checkpoint, the new one
+                cannot be served or differs in shape, or `in_place` is refused, with the reasons.
+                The engine serves as before.
+        """
+        runner, source = self._runner, self._source
+        if in_place and runner is not None and runner.weight_locks:
+            raise EngineError(
+                f"weights cannot be written in place: {'; '.join(runner.weight_locks)};"
+                " update_weights without in_place drains, loads and rebuilds"
+            )
+        if source is None:
+            raise EngineError(
+                "weights cannot be updated: the engine was built without a checkpoint"
+            )
+        if self.has_work:
+            live = self._scheduler.num_running + self._scheduler.num_waiting
+            raise EngineError(f"weights cannot be updated: expected no live request, got {live}")
+        source.check(path)
+        # Both sets of weights may not fit: the old one goes first.
+        runner = self._runner = None
+        built = source.rebuild(path)
+        self._replay = built.replay
+        self._scheduler = self._install(built.runner, built.salt)
+        if source.path != path:
+            raise EngineError(f"{path}: could not be built; the weights of {source.path} are back")
+        return built
+
     def check_integrity(self) -> None:
         """Check the scheduler's books.
 
@@ -228,6 +260,22 @@ class EngineCore:
             RuntimeError: they are wrong; a bug.
         """
         self._scheduler.check_integrity()
+
+    def _install(self, runner: Runner, salt: bytes) -> Scheduler:
+        """Take a runner, with memory that is empty so far."""
+        options = self._options
+        self._runner = runner
+        return Scheduler(
+            num_blocks=options.resolve_num_blocks(self.max_model_len),
+            block_size=options.block_size,
+            num_slots=options.max_num_seqs,
+            max_batched_tokens=options.resolve_max_batched_tokens(),
+            max_model_len=self.max_model_len,
+            max_snapshots=options.resolve_max_snapshots(),
+            salt=salt,
+            lookahead=runner.looks_ahead,
+            replay=self._replay,
+        )
 
     def _draws(self, plan: StepPlan) -> list[Draw]:
         draws = []
@@ -303,49 +351,15 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
     Raises:
         EngineError: the checkpoint, the device or the options cannot be served; says which.
     """
-    device = _resolve_device(options)
-    dtype = _resolve_dtype(options, device)
-    if device.type == "cpu":
-        weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        torch.set_num_threads(options.resolve_cpu_threads(usable_cores(), weight_bytes))
-    model = load_model(path, device=device, dtype=dtype)
-    replay = Replay(model.tail, options.prefill, model.tail_problems)
-    salt = _salt(path, model, options.block_size, dtype)
-    context = model.config.max_position_embeddings
-    max_model_len = options.resolve_max_model_len(context)
-    num_blocks = options.resolve_num_blocks(max_model_len)
-    try:
-        pool = KVPool(
-            model.config,
-            num_blocks=num_blocks + 1,  # and the dummy
-            block_size=options.block_size,
-            num_slots=options.resolve_num_slots(),
-            device=device,
-            dtype=dtype,
-        )
-    except ValueError as error:
-        raise EngineError(f"engine options: {error}") from error
-    runner = ModelRunner(model, pool, device)
-    return EngineCore(runner, options, max_position_embeddings=context, salt=salt, replay=replay)
-
-
-def _salt(path: Path, model: Model, block_size: int, dtype: torch.dtype) -> bytes:
-    """Name everything beside the tokens that the state after them depends on."""
-    layout = layout_fingerprint(model.config, block_size, str(dtype))
-    return Checkpoint(path).fingerprint() + layout + bytes([model.round_trips])
-
-
-def _resolve_device(options: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if options.device == "cuda" and not available:
-        raise EngineError("engine options: device: cuda asked for, but torch finds no NVIDIA GPU")
-    return torch.device("cuda" if available and options.device != "cpu" else "cpu")
-
-
-def _resolve_dtype(options: EngineConfig, device: torch.device) -> torch.dtype:
-    if options.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if options.dtype == "float32" else torch.bfloat16
+    built = build(path, options)
+    return EngineCore(
+        built.runner,
+        built.options,
+        max_position_embeddings=built.config.max_position_embeddings,
+        salt=built.salt,
+        replay=built.replay,
+        source=Source(path, options),
+    )
 
 
 def _usage(state: RequestState) -> Usage:

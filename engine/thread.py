@@ -15,8 +15,11 @@ import dataclasses
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.api import (
     EngineDeadError,
@@ -71,8 +74,18 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _Update:
+    path: Path
+    in_place: bool
+    done: Future[float]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
+
+
+_Message = _Submit | _Abort | _Update | _Stop
 
 
 class EngineThread:
@@ -86,10 +99,12 @@ class EngineThread:
 
     def __init__(self, load: Callable[[], EngineCore]) -> None:
         self._load = load
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of _open and _ended
         self._open: dict[str, _Open] = {}
         self._begun: dict[str, _Open] = {}  # those the engine knows; the thread's own
+        self._updates: deque[_Update] = deque()  # waiting for what was begun to end
+        self._delayed: list[_Open] = []  # waiting for an update
         self._core: EngineCore | None = None  # while it is loaded
         self._last_stats = EngineStats()
         self._loaded = threading.Event()
@@ -151,6 +166,29 @@ class EngineThread:
         if entry is not None:
             self._give_up(entry)
 
+    def update_weights(self, path: Path, *, in_place: bool = False) -> Future[float]:
+        """Serve another checkpoint of the same shape.
+
+        Requests that the engine has begun run to their end first; those that come meanwhile wait
+        until the new weights are there.
+
+        Args:
+            path: folder of the checkpoint.
+            in_place: as EngineCore.update_weights; always refused there.
+
+        Returns:
+            the seconds of loading and rebuilding, once done; EngineError if it is refused.
+
+        Raises:
+            EngineDeadError: the engine does not run.
+        """
+        update = _Update(path, in_place, Future())
+        with self._lock:
+            if self._core is None or self._ended:
+                raise EngineDeadError(self._farewell if self._ended else "the engine is not loaded")
+            self._inbox.put(update)
+        return update.done
+
     def stats(self) -> EngineStats:
         """Take a snapshot of the counters."""
         core = self._core
@@ -180,21 +218,51 @@ class EngineThread:
     def _run(self, core: EngineCore) -> None:
         """Read the inbox and step, until told to stop."""
         while True:
+            if self._updates and not core.has_work:
+                self._update(core, self._updates.popleft())
+                continue
             match self._next_message(core):
                 case None:
                     self._hop(core.step())
                 case _Submit(entry):
-                    if not entry.closed:
-                        core.submit(entry.request)
-                        self._begun[entry.request.id] = entry
+                    if self._updates:
+                        self._delayed.append(entry)
+                    else:
+                        self._begin(core, entry)
                 case _Abort(entry):
                     if self._begun.get(entry.request.id) is entry:
                         core.abort(entry.request.id)
                         del self._begun[entry.request.id]
+                case _Update() as update:
+                    if update.in_place:  # refused, so nothing needs to end for it
+                        self._update(core, update)
+                    else:
+                        self._updates.append(update)
                 case _Stop():
                     return
 
-    def _next_message(self, core: EngineCore) -> _Submit | _Abort | _Stop | None:
+    def _begin(self, core: EngineCore, entry: _Open) -> None:
+        if not entry.closed:
+            core.submit(entry.request)
+            self._begun[entry.request.id] = entry
+
+    def _update(self, core: EngineCore, update: _Update) -> None:
+        """Take new weights; nothing runs. Afterwards those who came meanwhile begin."""
+        try:
+            built = core.update_weights(update.path, in_place=update.in_place)
+        except EngineError as error:
+            update.done.set_exception(error)
+        except BaseException as error:  # the engine has no weights any more
+            update.done.set_exception(EngineDeadError(_DIED))
+            raise error from None
+        else:
+            update.done.set_result(built.load_seconds + built.ready_seconds)
+        if not self._updates:
+            for entry in self._delayed:
+                self._begin(core, entry)
+            self._delayed.clear()
+
+    def _next_message(self, core: EngineCore) -> _Message | None:
         """Take a message; None if there is none and a step is due. Sleeps while neither is."""
         if core.has_work:
             try:
@@ -245,7 +313,20 @@ class EngineThread:
             self._ended = True
             entries = list(self._open.values())
             self._open.clear()
+        for update in self._unfinished_updates():
+            update.done.set_exception(EngineDeadError(self._farewell))
         self._send([(entry, self._last_delta(entry)) for entry in entries])
+
+    def _unfinished_updates(self) -> list[_Update]:
+        """Updates that nobody will do, those in the inbox included."""
+        found = list(self._updates)
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return found
+            if isinstance(message, _Update):
+                found.append(message)
 
     def _last_delta(self, entry: _Open) -> TokenDelta:
         return TokenDelta(

@@ -166,7 +166,7 @@ class FastRunner:
         """Why weights cannot be written in place."""
         count = len(self.graphs.captured)
         return (
-            f"decode steps of {count} batch sizes are captured over the weights' addresses",
+            f"decode steps of {count} batch sizes are prepared over the weights' addresses",
             "projections that share an input are joined and scales multiplied in at load",
         )
 

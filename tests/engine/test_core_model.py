@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
-from engine.core import EngineCore, _salt, load_engine
+from engine.core import EngineCore, load_engine
+from engine.device import build as build_engine
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
@@ -232,24 +234,124 @@ def test_options_that_do_not_fit_the_model_are_refused(
         load_engine(checkpoint, options)
 
 
-def test_the_salt_names_model_layout_and_rounding(
+def test_the_salt_names_model_layout_and_form(
     checkpoint: Path, model: Model, tmp_path: Path
 ) -> None:
-    """State of another checkpoint, block size, type or rounding mode is never taken for one's own."""
+    """State of another checkpoint, block size, type or way of computing is never one's own."""
     config = build.v41() if model.config.is_v41 else build.v4()
     other = build.write(tmp_path / "model", config, seed=4)
-    rounding = load_model(checkpoint, round_trips="on")
+    options = build_engine.resolve_here(checkpoint, model.config, OPTIONS).config
+    wide = dataclasses.replace(options, block_size=32)
+    half = dataclasses.replace(options, dtype="bfloat16")
+
+    def salt(path: Path, options: EngineConfig, *form: object) -> bytes:
+        return build_engine.salt_of(path, model.config, options, *form)
+
     salts = {
-        _salt(checkpoint, model, 16, torch.float32),
-        _salt(other, model, 16, torch.float32),
-        _salt(checkpoint, model, 32, torch.float32),
-        _salt(checkpoint, model, 16, torch.bfloat16),
-        _salt(checkpoint, rounding, 16, torch.float32),
+        salt(checkpoint, options, "reference", False),
+        salt(other, options, "reference", False),
+        salt(checkpoint, wide, "reference", False),
+        salt(checkpoint, half, "reference", False),
+        salt(checkpoint, options, "reference", True),
+        salt(checkpoint, options, "fast", "torch", False),
     }
 
-    assert len(salts) == 5
-    salt = load_engine(checkpoint, OPTIONS)._scheduler.prefix._salt
-    assert salt == _salt(checkpoint, model, 16, torch.float32)
+    assert len(salts) == 6
+    used = load_engine(checkpoint, OPTIONS)._scheduler.prefix._salt
+    assert used == salt(checkpoint, options, "reference", False)
+    fast = dataclasses.replace(OPTIONS, runner="fast")
+    assert load_engine(checkpoint, fast)._scheduler.prefix._salt in salts - {used}
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_the_fast_runner_gives_the_same_tokens(
+    checkpoint: Path, expected: dict[str, list[int]], lookahead: bool
+) -> None:
+    """Chosen by its option, on the CPU, with and without lookahead, it serves as the reference."""
+    options = dataclasses.replace(OPTIONS, runner="fast", lookahead=lookahead)
+
+    assert run(load_engine(checkpoint, options), REQUESTS) == expected
+
+
+@pytest.mark.parametrize("runner", ["reference", "fast"])
+def test_new_weights_act(checkpoint: Path, model: Model, tmp_path: Path, runner: Any) -> None:
+    """After an update the engine answers as one that was started with the new checkpoint."""
+    config = build.v41() if model.config.is_v41 else build.v4()
+    other = build.write(tmp_path / "model", config, seed=4)
+    options = dataclasses.replace(OPTIONS, runner=runner)
+    requests = [dataclasses.replace(r, prompt_ids=REQUESTS[0].prompt_ids) for r in REQUESTS[:2]]
+    wanted = run(load_engine(other, options), requests)
+    core = load_engine(checkpoint, options)
+    before = run(core, requests)
+
+    built = core.update_weights(other)
+
+    assert built.load_seconds + built.ready_seconds > 0
+    assert before != wanted
+    assert run(core, requests) == wanted
+    assert core.stats().completion_tokens == 2 * sum(map(len, wanted.values()))
+    core.update_weights(checkpoint)
+    assert run(core, requests) == before
+
+
+@pytest.mark.parametrize("runner", ["reference", "fast"])
+def test_weights_in_place_are_refused(checkpoint: Path, runner: Any) -> None:
+    """Whoever would write under captured and derived state hears why, and what to do instead."""
+    core = load_engine(checkpoint, dataclasses.replace(OPTIONS, runner=runner))
+
+    with pytest.raises(EngineError) as error:
+        core.update_weights(checkpoint, in_place=True)
+
+    assert "weights cannot be written in place" in str(error.value)
+    captured = "decode steps of 3 batch sizes are prepared" in str(error.value)
+    assert captured == (runner == "fast")
+    assert "drains, loads and rebuilds" in str(error.value)
+
+
+def test_an_update_that_cannot_be_served_changes_nothing(
+    checkpoint: Path, model: Model, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Live requests, another shape and a broken folder are refused, and the engine goes on."""
+    make = build.v41 if model.config.is_v41 else build.v4
+    other = build.write(tmp_path / "other", make(sliding_window=16))
+    broken = build.write(tmp_path / "broken", make())
+    next(broken.glob("*.safetensors")).unlink()
+    core = load_engine(checkpoint, OPTIONS)
+    core.submit(REQUESTS[0])
+    with pytest.raises(EngineError, match="expected no live request, got 1"):
+        core.update_weights(checkpoint)
+    core.abort(REQUESTS[0].id)
+
+    with pytest.raises(
+        EngineError, match=r"not of the shape that is served: .*sliding_window: exp"
+    ):
+        core.update_weights(other)
+    with pytest.raises(EngineError):
+        core.update_weights(broken)
+
+    assert run(core, REQUESTS) == expected
+
+
+def test_a_failed_build_brings_the_old_weights_back(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the new weights cannot be built after all, the engine serves the old ones."""
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    core = load_engine(checkpoint, OPTIONS)
+    before = run(core, REQUESTS[:1])
+    load = build_engine.load_model
+
+    def fails(path: Path, **how: Any) -> Model:
+        if path == other:
+            raise MemoryError
+        return load(path, **how)
+
+    monkeypatch.setattr(build_engine, "load_model", fails)
+    with pytest.raises(EngineError, match=r"could not be built; the weights of .* are back"):
+        core.update_weights(other)
+
+    assert run(core, REQUESTS[:1]) == before
 
 
 def test_a_missing_gpu_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,254 @@
+"""Builds what runs steps: model, pools and runner, from a checkpoint and resolved options."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.api import EngineError
+from engine.config import ModelConfig
+from engine.device.fast_runner import FastRunner
+from engine.device.graphs import BUCKETS
+from engine.device.kvpool import KVPool
+from engine.device.refusals import Gpu, check_fast
+from engine.device.runner import ModelRunner
+from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
+from engine.model.fast import load_fast_model
+from engine.options import EngineConfig, usable_cores
+from engine.plan.layout import layout_fingerprint
+from engine.plan.replay import Replay
+from engine.resolve import Facts, Resolved, resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model that is ready to serve.
+
+    Args:
+        config: of the model.
+        runner: runs steps.
+        options: that count; nothing is left open.
+        salt: of the prefix cache: everything beside the tokens that state depends on.
+        replay: how prompts are processed.
+        load_seconds: from the checkpoint to weights in memory.
+        ready_seconds: from there to captured and warmed up.
+    """
+
+    config: ModelConfig
+    runner: ModelRunner | FastRunner
+    options: EngineConfig
+    salt: bytes
+    replay: Replay
+    load_seconds: float
+    ready_seconds: float
+
+
+def build(path: Path, options: EngineConfig) -> Built:
+    """Load a checkpoint and make it ready, in the thread that will run it.
+
+    Sets the number of torch's CPU threads, which is a property of the calling thread.
+
+    Args:
+        path: folder of the checkpoint.
+        options: how to run it.
+
+    Raises:
+        EngineError: the checkpoint, the device or the options cannot be served; says which.
+    """
+    config = ModelConfig.from_file(path)
+    resolved = resolve_here(path, config, options)
+    for line in resolved.lines():
+        logger.info("engine option %s", line)
+    options = resolved.config
+    if options.device == "cpu":
+        assert options.cpu_threads is not None
+        torch.set_num_threads(options.cpu_threads)
+    device = torch.device(options.device)
+    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    make = _fast if options.runner == "fast" else _reference
+    built = make(path, config, options, device, dtype)
+    logger.info(
+        "engine ready: weights in %.1f s, pools and decode steps in %.1f s",
+        built.load_seconds,
+        built.ready_seconds,
+    )
+    return built
+
+
+class Source:
+    """Where an engine's weights come from, and how to take others of the same shape.
+
+    Attributes:
+        path: folder of the checkpoint that is served.
+
+    Args:
+        path: as above.
+        options: as the user gave them.
+    """
+
+    def __init__(self, path: Path, options: EngineConfig) -> None:
+        self.path = path
+        self._options = options
+
+    def check(self, path: Path) -> None:
+        """Look at a checkpoint before anything is given up for it.
+
+        Raises:
+            EngineError: it cannot be served, or another shape than the one that is served.
+        """
+        problems = Checkpoint(path).problems()
+        if problems:
+            raise CheckpointError(path, problems)
+        old, new = ModelConfig.from_file(self.path), ModelConfig.from_file(path)
+        differing = [
+            f"{item.name}: expected {getattr(old, item.name)}, got {getattr(new, item.name)}"
+            for item in dataclasses.fields(old)
+            if getattr(old, item.name) != getattr(new, item.name)
+        ]
+        if differing:
+            raise EngineError(f"{path}: not of the shape that is served: {'; '.join(differing)}")
+
+    def rebuild(self, path: Path) -> Built:
+        """Build another checkpoint; if that fails, the old one again, so that `path` stays.
+
+        Whoever calls has let go of what was built before.
+        """
+        free_memory()
+        try:
+            built = build(path, self._options)
+        except Exception:
+            logger.exception("%s cannot be built; going back to %s", path, self.path)
+            free_memory()
+            return build(self.path, self._options)
+        self.path = path
+        return built
+
+
+def resolve_here(path: Path, config: ModelConfig, options: EngineConfig) -> Resolved:
+    """Fill in what is open by what this machine has.
+
+    Raises:
+        EngineError: the device asked for is not there, or the options do not fit the model.
+    """
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    if options.device == "cuda" and gpu is None:
+        raise EngineError("engine options: device: cuda asked for, but torch finds no NVIDIA GPU")
+    weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    facts = Facts(gpu, usable_cores(), weight_bytes, config.max_position_embeddings)
+    return resolve(options, facts)
+
+
+def salt_of(path: Path, config: ModelConfig, options: EngineConfig, *form: object) -> bytes:
+    """Name everything beside the tokens that the state after them depends on.
+
+    Args:
+        path: folder of the checkpoint.
+        config: of the model.
+        options: with nothing left open.
+        form: what else tells how state is computed and lies in memory.
+    """
+    layout = layout_fingerprint(config, options.block_size, str(options.dtype))
+    return Checkpoint(path).fingerprint() + layout + repr(form).encode()
+
+
+def free_memory() -> None:
+    """Give back what objects that are gone have held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _reference(
+    path: Path,
+    config: ModelConfig,
+    options: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Built:
+    begin = time.perf_counter()
+    model = load_model(path, device=device, dtype=dtype)
+    replay = Replay(model.tail, options.prefill, model.tail_problems)
+    loaded = time.perf_counter()
+    runner = ModelRunner(model, _pool(config, options, device, dtype, ring=False), device)
+    salt = salt_of(path, config, options, "reference", model.round_trips)
+    ready = time.perf_counter()
+    return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
+
+
+def _fast(
+    path: Path,
+    config: ModelConfig,
+    options: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Built:
+    gpu = None
+    if device.type == "cuda":
+        gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    has_triton = importlib.util.find_spec("triton") is not None
+    check_fast(config, options, gpu, has_triton=has_triton, buckets=BUCKETS)
+    replay = Replay(None, options.prefill, ("the fast runner processes prompts by every layer",))
+    assert options.max_model_len is not None
+    begin = time.perf_counter()
+    model = load_fast_model(
+        path,
+        kernels="triton" if options.kernels == "triton" else "torch",
+        device=device,
+        dtype=dtype,
+        max_model_len=options.max_model_len,
+    )
+    loaded = time.perf_counter()
+    runner = FastRunner(
+        model,
+        _pool(config, options, device, dtype, ring=True),
+        device,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        captures=bool(options.graphs),
+        looks_ahead=options.lookahead,
+    )
+    if options.kernels == "triton":
+        runner.warm_up(options.resolve_max_batched_tokens())
+    for bucket in runner.graphs.captured:
+        logger.info(
+            "decode step of %d rows: %.2f s, %.1f MB, %d fused operations",
+            bucket.bucket,
+            bucket.seconds,
+            bucket.pool_bytes / 1e6,
+            len(bucket.kernels),
+        )
+    salt = salt_of(path, config, options, "fast", options.kernels, model.round_trips)
+    ready = time.perf_counter()
+    return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
+
+
+def _pool(
+    config: ModelConfig,
+    options: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    ring: bool,
+) -> KVPool:
+    assert options.num_blocks is not None
+    try:
+        return KVPool(
+            config,
+            num_blocks=options.num_blocks + 1,  # and the dummy
+            block_size=options.block_size,
+            num_slots=options.resolve_num_slots(),
+            device=device,
+            dtype=dtype,
+            ring_history=ring,
+        )
+    except ValueError as error:
+        raise EngineError(f"engine options: {error}") from error
