@@ -218,6 +218,11 @@ def _fast(
     )
     if options.kernels == "triton":
         runner.warm_up(options.resolve_max_batched_tokens())
+    logger.info(
+        "kernels made ready: %d compiled, %d from the cache",
+        runner.compiles.compiled,
+        runner.compiles.loaded,
+    )
     for bucket in runner.graphs.captured:
         logger.info(
             "decode step of %d rows: %.2f s, %.1f MB, %d fused operations",

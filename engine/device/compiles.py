@@ -1,4 +1,4 @@
-"""Sees kernels that are compiled while requests wait: all are meant to be compiled at start-up."""
+"""Sees kernels made ready while requests wait: all are meant to be made ready at start-up."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ logger = logging.getLogger(__name__)
 
 
 class CompileWatch:
-    """Counts kernels that Triton makes ready, and says so once start-up is over.
+    """Counts kernels that Triton compiles, or loads from its cache on disk.
 
     Attributes:
-        at_start: names of those made ready before `serving`.
-        late: names of those after it: somebody waited for each.
+        compiled: kernels compiled before `serving` was called.
+        loaded: kernels found in the cache before it.
+        late: names of those made ready after it: a request waited for each.
     """
 
     def __init__(self) -> None:
-        self.at_start: list[str] = []
+        self.compiled = self.loaded = 0
         self.late: list[str] = []
         self._serving = False
         if TRITON and not INTERPRETED:
             import triton
 
-            triton.knobs.runtime.jit_post_compile_hook = self._saw
+            triton.knobs.compilation.listener = self._saw
 
     def serving(self) -> None:
-        """From now on a compile is a fault of the warm-up."""
+        """From now on each is a gap in the warm-up."""
         self._serving = True
 
-    def _saw(self, **about: Any) -> None:
-        name = str(about["fn"].name)
-        if not self._serving:
-            self.at_start.append(name)
-            return
-        self.late.append(name)
-        logger.warning("kernel %s was compiled while serving; a request waited for it", name)
+    def _saw(self, *, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        if self._serving:
+            name = str(metadata.get("name"))
+            self.late.append(name)
+            logger.warning("kernel %s was made ready while serving; a request waited for it", name)
+        elif cache_hit:
+            self.loaded += 1
+        else:
+            self.compiled += 1

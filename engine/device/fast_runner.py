@@ -72,6 +72,7 @@ class FastRunner:
         graphs: the decode steps.
         policy: how a prompt's pass is sliced.
         seals: of what the graphs use.
+        compiles: kernels made ready so far.
         num_launched: decode steps launched.
         num_ahead: of them, launched before the results of the step before were read.
         num_wasted: of those, not taken up by the plan that followed.
@@ -127,10 +128,10 @@ class FastRunner:
         self._ahead: Flight | None = None
         self._pass: PromptPass | None = None
         self.num_launched = self.num_ahead = self.num_wasted = 0
+        self.compiles = CompileWatch()
         with torch.inference_mode():
             self.graphs.build()
             self._buffers.half.zero_()
-        self.compiles = CompileWatch()
 
     def warm_up(self, max_batched_tokens: int) -> None:
         """Process prompts of every class of shapes, so that no request waits for a compile.

