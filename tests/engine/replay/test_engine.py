@@ -434,10 +434,11 @@ def preempted(seed: int) -> Run:
     run = Run(*make(default="bounded"))
     ids = text(seed, 20)
     run.submit(ask("r", ids, 12))
-    for _ in range(5):
+    run.step()
+    run.submit(ask("o", ids[:18], 1))
+    while not run.tokens["r"]:
         run.step()
     run.core._scheduler.prefix.clear()  # of its own state at the end of its prompt
-    run.submit(ask("o", ids[:18], 1))
     while run.core._scheduler.num_running + run.core._scheduler.num_waiting > 1:
         run.step()
     run.core._scheduler._preempt(run.core._scheduler.get("r"))
