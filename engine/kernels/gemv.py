@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper, overlaps
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
+from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Most rows this kernel takes; more are a matter of arithmetic (engine.kernels.gemm).
 MAX_ROWS = 64
@@ -129,7 +130,7 @@ def _tile(
     N,
     K,
     stride,
-    FAST: tl.constexpr,
+    HOPPER: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     BT: tl.constexpr,
@@ -158,7 +159,7 @@ def _tile(
             a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
             b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
         if BLOCK > 0:
-            if FAST and not wide:
+            if HOPPER and not wide:
                 b = _e4m3_as_bf16(b)
             else:
                 b = b.to(tl.float32).to(work)
@@ -198,7 +199,8 @@ def _job(
     stride,
     rows_of_group,
     share,
-    FAST: tl.constexpr,
+    HOPPER: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -216,10 +218,16 @@ def _job(
     n0 = tile % tiles * BN
     t0 = tile // tiles * BT
     first = part * share
+    last = tl.minimum(first + share, K)
+    if OVERLAP and EVEN:
+        size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
+        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, (last - first) * size)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     x += n0 // rows_of_group * K
     acc = _tile(
-        x, w, scale, n0, t0, first, tl.minimum(first + share, K), T, N, K, stride,
-        FAST, BLOCK, EVEN, BT, BN, BK, STAGES,
+        x, w, scale, n0, t0, first, last, T, N, K, stride,
+        HOPPER, BLOCK, EVEN, BT, BN, BK, STAGES,
     )  # fmt: skip
     t = t0 + tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
@@ -260,7 +268,8 @@ def _gemv(
     strides,
     group_rows,
     shares,
-    FAST: tl.constexpr,
+    HOPPER: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BT: tl.constexpr,
     STAGES: tl.constexpr,
     FORMS: tl.constexpr,
@@ -274,7 +283,7 @@ def _gemv(
             _job(
                 xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
                 T, Ns[j], Ks[j], strides[j], group_rows[j], shares[j],
-                FAST, FORMS[j][0], FORMS[j][1], FORMS[j][2], TILES[j][2], FORMS[j][3],
+                HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], TILES[j][2], FORMS[j][3],
                 BT, TILES[j][0], TILES[j][1], STAGES,
             )  # fmt: skip
         first = ends[j]
@@ -365,12 +374,14 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps
         tuple(job.x.stride(0) for job in jobs),
         tuple(job.w.shape[0] // job.groups for job in jobs),
         tuple(shares),
-        FAST=not INTERPRETED,
+        HOPPER=is_hopper(device),
+        OVERLAP=overlaps(device),
         BT=bt,
         STAGES=stages,
         FORMS=tuple(forms),
         TILES=tuple((c.bn, c.bk, c.split) for c in configs),
         num_warps=warps,
+        launch_pdl=overlaps(device),
     )
 
 

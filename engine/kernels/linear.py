@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.kernels import gemm, gemv
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.overlap import await_previous, begin_next, overlaps
 from engine.kernels.reference import rms_norm
 from engine.kernels.roundtrip import fp8_device, round_trip_fp8
 from engine.kernels.triton_compat import cast, tl, triton
@@ -165,8 +166,11 @@ def _prepare(
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Norm (over the whole row) and round a row of x, or round a share of it."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -195,6 +199,8 @@ def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None)
         NORM=norm is not None,
         GROUP=act_group or 0,
         BLOCK=block,
+        OVERLAP=overlaps(x.device),
+        launch_pdl=overlaps(x.device),
         num_warps=4 if block <= 2048 else 8,
     )
     return out

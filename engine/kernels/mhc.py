@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.mhc_kernel import SLOTS, mix_row, mix_rows, open_site
+from engine.kernels.overlap import overlaps
 from engine.kernels.reference import rms_norm
 from engine.kernels.roundtrip import round_trip_fp8
 from engine.kernels.triton_compat import triton
@@ -307,6 +308,8 @@ def _mix(
         M=0 if fn is None else fn.shape[0],
         SLOTS=SLOTS,
         BD=cut.bd,
+        OVERLAP=overlaps(streams.device) and width % 4 == 0,
+        launch_pdl=overlaps(streams.device) and width % 4 == 0,
         num_warps=cut.warps,
         **rows_at_once,
     )
@@ -363,6 +366,8 @@ def _opened(
         ITERATIONS=iterations,
         R=tile,
         BLOCK=block,
+        OVERLAP=overlaps(device),
+        launch_pdl=overlaps(device),
         num_warps=8 if block >= 2048 else 4,
     )
     return HcIn(x, xq, gates[0], gates[1], comb)

@@ -8,6 +8,7 @@ output: Sinkhorn's long chain of divisions delays nobody.
 
 from __future__ import annotations
 
+from engine.kernels.overlap import await_previous, begin_next, fetch
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -34,6 +35,26 @@ def _dot_fine(acc, a, b):
 def _with(values, value):
     """A tuple with one more value."""
     return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
+
+
+@triton.jit
+def _begin(
+    fn,
+    first,
+    share,
+    D,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Have this program's share of fn fetched, then wait for the kernel before."""
+    if OVERLAP and M > 0:
+        slot = tl.minimum(tl.arange(0, SLOTS), M - 1)
+        for j in tl.static_range(S):
+            fetch(fn + slot * S * D + j * D + first, tl.minimum(share, D - first) * 4)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
 
 
 @triton.jit
@@ -76,6 +97,7 @@ def mix_row(
     M: tl.constexpr,
     SLOTS: tl.constexpr,
     BD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Close a site (P > 0 summands) and project the streams (M > 0 logits): one row, a share of d.
 
@@ -83,6 +105,7 @@ def mix_row(
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
     slot = tl.arange(0, SLOTS)
     acc = tl.zeros((SLOTS,), tl.float32)
     for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
@@ -128,11 +151,13 @@ def mix_rows(
     BT: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`mix_row` for BT rows, which share what is read of fn; the projection goes in steps of BK."""
     t0 = tl.program_id(0) * BT
     t = t0 + tl.arange(0, BT)
     split = tl.program_id(1)
+    _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
     row = t.to(tl.int64)[:, None]
     slot = tl.arange(0, SLOTS)
     acc = tl.zeros((BT, SLOTS), tl.float32)
@@ -354,8 +379,11 @@ def open_site(
     ITERATIONS: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Programs 0 .. T - 1 make one row's input each; the rest, if any, R rows' coefficients each."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     program = tl.program_id(0)
     if program < T:
         _input(

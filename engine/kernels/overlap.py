@@ -1,0 +1,66 @@
+"""Kernels that begin before the one before them has ended, on GPUs that can (Hopper on).
+
+Between two kernels of a stream memory stands idle for a microsecond or two. A kernel launched with
+`launch_pdl` may start as soon as every program of the kernel before has called `begin_next`; until
+it has called `await_previous` it must touch nothing that an earlier kernel writes or still reads,
+so what it does before that is fetch its weights into the level-2 cache. A kernel that neither
+waits nor lets the next begin is served correctly too: the next simply starts when it has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from engine.kernels.triton_compat import INTERPRETED, tl, triton
+
+if not INTERPRETED:
+    from triton.language.extra import cuda
+else:
+    cuda = None
+
+
+#: Cleared to measure what overlapping gains.
+ENABLED = True
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU can overlap kernels and multiplies bfloat16 in pairs."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels are launched so that they overlap."""
+    return ENABLED and is_hopper(device)
+
+
+@triton.jit
+def await_previous(OVERLAP: tl.constexpr):
+    """Wait until what earlier kernels of the stream have written can be read."""
+    if OVERLAP:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def begin_next(OVERLAP: tl.constexpr):
+    """Let the next kernel of the stream begin, as far as this program is concerned."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(places, nbytes):
+    """Ask for nbytes (a multiple of 16) from each place (aligned to 16) to be put in the cache."""
+    sizes = nbytes + tl.zeros(places.shape, tl.int32)
+    tl.inline_asm_elementwise(
+        asm="cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        constraints="=r,l,r",
+        args=[places.to(tl.int64), sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
