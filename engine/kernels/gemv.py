@@ -356,7 +356,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps
             else job.out
         )
         offsets.append(counters[used : used + tiles] if waits else counters)
-        used += tiles if waits else 0
+        used += triton.cdiv(tiles, 4) * 4 if waits else 0  # aligned, as the compiler then knows
         ends.append((ends[-1] if ends else 0) + tiles * config.split)
         shares.append(share)
         forms.append((job.w.block if job.w.kind == "fp8" else 0, even, parts, job.out_group))
