@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bench.micro.attention import rows_of
 from bench.micro.timing import BANDWIDTH, RATE, copies, replayed_us
-from engine.kernels import compress, engram, index, reference, sampler, select
+from engine.kernels import compress, engram, index, inputs, reference, sampler, select
+from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
 from engine.kernels.rope import rope_table
 from engine.kernels.roundtrip import Form, round_trip
 from engine.kernels.rows import Rows
@@ -94,6 +95,35 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
         off = (pools[0][1:] != pools[1][1:]).float().mean().item()
         time = replayed_us(each)
         found.append((f"compress {kind}", time, f"differs in {off:.1e} of values"))
+    return found
+
+
+def together(rows: Rows) -> Lines:
+    """All inputs of a CSA layer's attention, in one launch and apart."""
+    count, blocks = rows.num_rows, int(rows.tables.max()) + 1
+    given = []
+    for _ in range(3):
+        parts = [
+            CompressorInput(
+                noise(count, 4 * dim),
+                noise(4, 2 * dim),
+                noise(rows.num_sequences + 1, 8, 4 * dim),
+                1 + noise(dim) / 9,
+                form,
+                torch.zeros(blocks, BLOCK // 4, dim, device="cuda", dtype=torch.bfloat16),
+            )
+            for dim, form in ((D, "fp8_64_tail"), (DI, "hadamard_fp4_32"))
+        ]
+        ring = noise(rows.num_sequences + 1, 128, D, dtype=torch.bfloat16)
+        kv = noise(count, D, dtype=torch.bfloat16)
+        window = WindowInput(kv, 1 + noise(D) / 9, ring, "fp8_64_tail")
+        raw = noise(count, 64 * DI, dtype=torch.bfloat16)
+        given.append((window, parts, QueryInput(raw, DI, "hadamard_fp4_32"), rope(rows), rows))
+    how = {"ratio": 4, "overlap": True, "eps": 1e-6, "want_latent": False, "store": True}
+    found: Lines = []
+    for name, call in (("one launch", inputs.attention_inputs_triton), ("apart", inputs._apart)):
+        time = replayed_us([partial(call, *args, **how) for args in given])  # type: ignore[arg-type]
+        found.append((f"attention inputs of csa, {name}", time, ""))
     return found
 
 
@@ -232,7 +262,10 @@ def parts(quick: bool) -> dict[str, Callable[[], Lines]]:
         lines = compressors(rows_of([0], 8192), kinds)
         for batch in (1, 64) if quick else (1, 16, 64):
             rows = rows_of([1024 + 4 * i + 3 for i in range(batch)], 1)
-            lines += [(f"{n} B={batch}", t, note) for n, t, note in compressors(rows, kinds)]
+            lines += [
+                (f"{n} B={batch}", t, note)
+                for n, t, note in compressors(rows, kinds) + together(rows)
+            ]
         return lines
 
     def decode() -> Lines:

@@ -121,6 +121,8 @@ def scores_torch(
 
 #: Passes of at most so many rows a sequence are scored row by row (decode, verification).
 SHORT = 8
+#: Heads of a program that rotates queries.
+HEADS = 16
 #: Entries and warps of a program that scores rows one by one, and how many programs there are at
 #: most; more tiles of entries are visited in turn.
 SHORT_TILE = (64, 4, 512)
@@ -185,23 +187,35 @@ def index_keys_from_latent_triton(
 
 
 @triton.jit
+def index_queries_device(
+    q, q_stride, rope, positions, out, t, first_head,
+    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of row t."""
+    head = first_head + tl.arange(0, HEADS)
+    at = head[:, None] * D + tl.arange(0, D)[None, :]
+    row = t.to(tl.int64)
+    x = tl.load(q + row * q_stride + at, mask=(head < H)[:, None], other=0.0)
+    position = tl.full((HEADS,), 0, tl.int32) + tl.load(positions + t)
+    turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
+    stored = round_trip_device(turned, FORM)
+    tl.store(out + row * (H * D) + at, stored, mask=(head < H)[:, None])
+
+
+@triton.jit
 def _index_queries(
-    q, rope, positions, out, count, q_stride,
+    q, q_stride, rope, positions, out, count,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): HEADS heads of TOKENS rows."""
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    at = head[:, None] * D + tl.arange(0, D)[None, :]
     for i in range(TOKENS):
         t = tl.program_id(0) * TOKENS + i
         if t < count:
-            row = t.to(tl.int64)
-            x = tl.load(q + row * q_stride + at, mask=(head < H)[:, None], other=0.0)
-            position = tl.full((HEADS,), 0, tl.int32) + tl.load(positions + t)
-            turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
-            stored = round_trip_device(turned, FORM)
-            tl.store(out + row * (H * D) + at, stored, mask=(head < H)[:, None])
+            index_queries_device(
+                q, q_stride, rope, positions, out, t, tl.program_id(1) * HEADS,
+                H, D, PAIRS, FORM, HEADS,
+            )  # fmt: skip
 
 
 def index_queries_triton(
@@ -211,10 +225,9 @@ def index_queries_triton(
     count, heads = q_raw.shape[0], q_raw.shape[1] // head_dim
     out = q_raw.new_empty((count, heads, head_dim))
     tokens = 1 if count <= 256 else 8  # a prompt's programs share what they prepare
-    group = 16
-    _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, group))](
-        q_raw, rope, rows.positions, out, count, q_raw.stride(0),
-        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=group, TOKENS=tokens,
+    _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, HEADS))](
+        q_raw, q_raw.stride(0), rope, rows.positions, out, count,
+        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=HEADS, TOKENS=tokens,
         num_warps=4,
     )  # fmt: skip
     return out

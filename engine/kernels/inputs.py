@@ -1,0 +1,254 @@
+"""What lies between a layer's projections and its attention, in one launch for decode rows.
+
+Window keys, compressors and index queries wait for the projections and not for each other. Each is
+small for a few rows, so that what they cost is their launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.compress import compress_device, compress_torch, compress_triton
+from engine.kernels.index import (
+    HEADS,
+    index_queries_device,
+    index_queries_torch,
+    index_queries_triton,
+)
+from engine.kernels.roundtrip import Form
+from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import tl, triton
+from engine.kernels.window import _window_keys, window_keys_torch, window_keys_triton
+
+# ---------------------------------------------------------------- torch
+
+
+@dataclass(frozen=True, slots=True)
+class WindowInput:
+    """Arguments of window_keys: kv [T, D], norm_w [D], ring [slots, W, D], form."""
+
+    kv: Tensor
+    norm_w: Tensor
+    ring: Tensor
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorInput:
+    """Arguments of compress that differ between the compressors of a layer."""
+
+    proj: Tensor
+    ape: Tensor | None
+    state: Tensor | None
+    norm_w: Tensor
+    form: Form
+    pool: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryInput:
+    """Arguments of index_queries: q_raw [T, Hi * Di], head_dim, form."""
+
+    raw: Tensor
+    head_dim: int
+    form: Form
+
+
+def attention_inputs_torch(
+    window: WindowInput,
+    compressors: Sequence[CompressorInput],
+    queries: QueryInput | None,
+    rope: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    want_latent: bool,
+    store: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Window keys, compressed entries and index queries of a layer.
+
+    Args:
+        window: what the window keys are made of.
+        compressors: up to two, the entries' and that of V4's index keys.
+        queries: what the index queries are made of, None for a layer that chooses nothing.
+        rope: float32 [P, 2, R], of all of them.
+        rows: of the pass.
+        ratio: tokens per entry.
+        overlap: whether entries pool the group before too.
+        eps: of all norms.
+        want_latent: whether the first compressor's latents are needed.
+        store: whether all rows of the pass count: rolling state is stored now, and window keys too
+            in a pass of one row a sequence.
+
+    Returns:
+        window keys [T, D] of the pass, latents [T, D] or None, index queries [T, Hi, Di] or None.
+    """
+    k_rows = window_keys_torch(
+        window.kv, window.norm_w, eps, rope, rows, window.ring,
+        form=window.form, store=store and rows.is_decode,
+    )  # fmt: skip
+    latents = [
+        compress_torch(
+            c.proj, c.ape, c.state, rows, ratio=ratio, overlap=overlap, norm_w=c.norm_w, eps=eps,
+            rope=rope, form=c.form, pool=c.pool, want_latent=want_latent and i == 0, store=store,
+        )
+        for i, c in enumerate(compressors)
+    ]  # fmt: skip
+    turned = None
+    if queries is not None:
+        turned = index_queries_torch(
+            queries.raw, rope, rows, head_dim=queries.head_dim, form=queries.form
+        )
+    return k_rows, latents[0] if latents else None, turned
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _attention_inputs(
+    positions, seq, slots, starts, first, tables, table_width, rope, eps,
+    kv, kv_stride, kv_norm, k_rows, ring,
+    proj_a, stride_a, ape_a, state_a, norm_a, pool_a, latent,
+    proj_b, stride_b, ape_b, state_b, norm_b, pool_b,
+    q, q_stride, q_out,
+    W: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WINDOW_FORM: tl.constexpr,
+    STORE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, PER_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, LATENT: tl.constexpr,
+    A: tl.constexpr, D_A: tl.constexpr, RING_A: tl.constexpr, FORM_A: tl.constexpr,
+    APE_A: tl.constexpr,
+    B: tl.constexpr, D_B: tl.constexpr, RING_B: tl.constexpr, FORM_B: tl.constexpr,
+    APE_B: tl.constexpr,
+    H: tl.constexpr, D_Q: tl.constexpr, FORM_Q: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, role): row t's window key, a compressor's part, or some of its index queries."""
+    t, role = tl.program_id(0), tl.program_id(1)
+    if role == 0:
+        _window_keys(
+            kv, kv_norm, rope, k_rows, ring, positions, seq, slots, kv_stride, eps,
+            W, D, PAIRS, WINDOW_FORM, True, STORE,
+        )  # fmt: skip
+    if A:  # noqa: SIM102 - decided at compile time, unlike the next one
+        if role == 1:
+            compress_device(
+                t, proj_a, stride_a, ape_a, state_a, positions, seq, slots, starts, first, tables,
+                table_width, norm_a, eps, rope, pool_a, latent,
+                RATIO, OVERLAP, D_A, RING_A, PER_BLOCK, PAIRS, FORM_A, APE_A,
+                LATENT, STORE and RATIO > 1, CHUNK,
+            )  # fmt: skip
+    if B:  # noqa: SIM102
+        if role == 2:
+            compress_device(
+                t, proj_b, stride_b, ape_b, state_b, positions, seq, slots, starts, first, tables,
+                table_width, norm_b, eps, rope, pool_b, latent,
+                RATIO, OVERLAP, D_B, RING_B, PER_BLOCK, PAIRS, FORM_B, APE_B,
+                False, STORE and RATIO > 1, CHUNK,
+            )  # fmt: skip
+    if H:
+        part = role - 1 - A - B
+        if part >= 0:
+            index_queries_device(
+                q, q_stride, rope, positions, q_out, t, part * HEADS, H, D_Q, PAIRS, FORM_Q, HEADS
+            )
+
+
+def _fields(c: CompressorInput | None) -> tuple[object, ...]:
+    if c is None:
+        return (None, 0, None, None, None, None)
+    return c.proj, c.proj.stride(0), c.ape, c.state, c.norm_w, c.pool
+
+
+def _shape(c: CompressorInput | None, name: str) -> dict[str, object]:
+    return {
+        name: int(c is not None),
+        f"D_{name}": 0 if c is None else c.pool.shape[-1],
+        f"RING_{name}": 1 if c is None or c.state is None else c.state.shape[1],
+        f"FORM_{name}": "none" if c is None else c.form,
+        f"APE_{name}": c is not None and c.ape is not None,
+    }
+
+
+def attention_inputs_triton(
+    window: WindowInput,
+    compressors: Sequence[CompressorInput],
+    queries: QueryInput | None,
+    rope: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    want_latent: bool,
+    store: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Do as `attention_inputs_torch`; one launch for decode rows, else one or two for each part."""
+    if not rows.is_decode:
+        return _apart(
+            window, compressors, queries, rope, rows,
+            ratio=ratio, overlap=overlap, eps=eps, want_latent=want_latent, store=store,
+        )  # fmt: skip
+    count, dim = window.kv.shape
+    a, b = (*compressors, None, None)[:2]
+    k_rows = window.kv.new_empty((count, dim))
+    latent = q = None
+    if want_latent and a is not None:
+        latent = a.proj.new_empty((count, a.pool.shape[-1]), dtype=a.pool.dtype)
+    heads = head_dim = 0
+    if queries is not None:
+        head_dim = queries.head_dim
+        heads = queries.raw.shape[1] // head_dim
+        q = queries.raw.new_empty((count, heads, head_dim))
+    members = max(1, ratio * (2 if overlap else 1))
+    roles = 1 + (a is not None) + (b is not None) + triton.cdiv(heads, HEADS)
+    _attention_inputs[(count, roles)](
+        rows.positions, rows.seq, rows.slots, rows.starts, rows.first, rows.tables,
+        rows.tables.shape[1], rope, eps,
+        window.kv, window.kv.stride(0), window.norm_w, k_rows, window.ring,
+        *_fields(a), latent, *_fields(b),
+        None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
+        q,
+        W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
+        RATIO=ratio, OVERLAP=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
+        CHUNK=min(members, 8), LATENT=latent is not None, **_shape(a, "A"), **_shape(b, "B"),
+        H=heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form, HEADS=HEADS,
+        num_warps=8 if members > 8 else 4,
+    )  # fmt: skip
+    return k_rows, latent, q
+
+
+def _apart(
+    window: WindowInput,
+    compressors: Sequence[CompressorInput],
+    queries: QueryInput | None,
+    rope: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    want_latent: bool,
+    store: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Each part by a launch of its own."""
+    k_rows = window_keys_triton(
+        window.kv, window.norm_w, eps, rope, rows, window.ring,
+        form=window.form, store=store and rows.is_decode,
+    )  # fmt: skip
+    latents = [
+        compress_triton(
+            c.proj, c.ape, c.state, rows, ratio=ratio, overlap=overlap, norm_w=c.norm_w, eps=eps,
+            rope=rope, form=c.form, pool=c.pool, want_latent=want_latent and i == 0, store=store,
+        )
+        for i, c in enumerate(compressors)
+    ]  # fmt: skip
+    q = None
+    if queries is not None:
+        q = index_queries_triton(
+            queries.raw, rope, rows, head_dim=queries.head_dim, form=queries.form
+        )
+    return k_rows, latents[0] if latents else None, q
