@@ -60,7 +60,8 @@ class Run:
         results: One per variant, in the order of the variants given.
         stale: Entries of the expected-failures file that announce nothing any more.
         elapsed_s: Wall time, seconds.
-        meta: What was run: endpoint, model, versions, command.
+        meta: What was run: endpoint, model, versions, command; and `scripts_played`, how many
+            prescribed answers arrived, of how many.
     """
 
     results: list[Result]
@@ -133,7 +134,20 @@ async def run(
     done = [result for result in results if result is not None]
     _cross(done, seen)
     stale = baseline.apply(expected, done)
-    return Run(done, stale, time.perf_counter() - began, dict(meta or {}))
+    arrived, wanted = _played(seen)
+    found = dict(meta or {}) | {"scripts_played": [arrived, wanted]}
+    return Run(done, stale, time.perf_counter() - began, found)
+
+
+def _played(seen: Mapping[str, Observation]) -> tuple[int, int]:
+    """How many answers that scripts prescribe word by word arrived, and of how many."""
+    arrived = wanted = 0
+    for reply in seen.values():
+        texts = [expect.get("content") for expect in reply.variant.case.expect]
+        if reply.variant.case.tier == "scripted" and reply.answered and all(texts):
+            wanted += 1
+            arrived += reply.content in texts
+    return arrived, wanted
 
 
 async def _variant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from conformance.report.record import bad_checks
+from conformance.report.record import bad_checks, by_check
 
 
 def render(data: dict[str, Any]) -> str:
@@ -36,6 +36,8 @@ def render(data: dict[str, Any]) -> str:
         out.append(f"| {area} | {cells} |")
     failures = [r for r in data["results"] if r["verdict"] in {"fail", "error"}]
     if failures:
+        out += ["", "| failed check | variants |", "|---|---|"]
+        out += [f"| {check} | {number} |" for check, number in by_check(data)]
         out += ["", "## Failures", ""]
         for result in failures:
             out.append(f"- `{result['variant']}`: {result['why']} ({result['source']})")

@@ -6,6 +6,7 @@ report.schema.json describes it; `load` refuses anything else.
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,14 @@ def bad_checks(result: dict[str, Any]) -> list[dict[str, Any]]:
         for check in result["checks"]
         if check["verdict"] in {"warn", "fail", "error"} and not check.get("expected")
     ]
+
+
+def by_check(data: dict[str, Any]) -> list[tuple[str, int]]:
+    """(check, number of variants) of everything that fails or errs, the most frequent first."""
+    counts = Counter(
+        check["check"]
+        for result in data["results"]
+        for check in bad_checks(result)
+        if check["verdict"] in {"fail", "error"}
+    )
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))

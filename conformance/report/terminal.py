@@ -6,7 +6,7 @@ import sys
 from typing import Any, TextIO
 
 from conformance.model import Result, Verdict
-from conformance.report.record import bad_checks
+from conformance.report.record import bad_checks, by_check
 
 MARKS = {
     Verdict.PASS: ".",
@@ -75,6 +75,16 @@ def lines(data: dict[str, Any], *, verbose: bool = False, limit: int = 40) -> li
         f"STALE expected-failures {entry}: nothing of the kind fails any more"
         for entry in data["stale"]
     ]
+    counted = by_check(data)
+    if len(counted) > 1 or hidden:
+        out.append("failed checks: " + ", ".join(f"{check} {n}" for check, n in counted))
+    arrived, wanted = data["meta"].get("scripts_played", (0, 0))
+    if wanted >= 3 and arrived * 10 < wanted:
+        out.append(
+            f"NOTE: {arrived} of {wanted} prescribed answers arrived; this endpoint seems not to "
+            "play the scripts. Give them to it (bathyal-conform scripts), play them from behind "
+            "it (--upstream PORT), or test it as it is (--tier live)."
+        )
     out.append(summary(data))
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -75,6 +76,33 @@ def _bytes(read: list[str]) -> bytes:
     import base64
 
     return base64.b64decode(read[1])
+
+
+def test_endpoint_without_scripts_is_told(
+    base_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no prescribed answer arrives the report says so, and which checks failed how often."""
+    cases = [
+        {
+            "id": f"mine/unknown-{number}",
+            "tier": "scripted",
+            "why": "A script that the endpoint was never given.",
+            "source": "a test",
+            "script": {"output": "said behind the endpoint"},
+            "expect": {"content": "said behind the endpoint", "finish": "length"},
+            "protocols": ["chat"],
+        }
+        for number in range(3)
+    ]
+    (tmp_path / "mine.json").write_bytes(orjson.dumps({"cases": cases}))
+    arguments = ["run", "--base-url", base_url, "--model", "m", "--cases", str(tmp_path)]
+
+    assert conform(*arguments, "mine/") == 1
+    told = capsys.readouterr().out
+    assert "0 of 6 prescribed answers arrived" in told
+    assert "failed checks: expect/content 6, expect/finish 6" in told
+    assert conform(*arguments, "utf8/") == 0
+    assert "prescribed" not in capsys.readouterr().out
 
 
 def test_curl_line_repeats_the_request(base_url: str, tmp_path: Path) -> None:
@@ -253,6 +281,21 @@ def test_live_repeats_report_pass_power(base_url: str, tmp_path: Path) -> None:
         check["repeats"]["pass_power"]["3"],
     ) == (3, 3, 1.0)
     assert 0.4 < check["repeats"]["interval"][0] < 0.5
+
+
+def test_suite_needs_three_packages() -> None:
+    """httpx, orjson and jsonschema are enough: docs/conformance.md installs no more than these."""
+    names = set()
+    for path in Path(cli.__file__).parent.rglob("*.py"):
+        if path.name == "pytest_plugin.py":
+            continue  # imported by pytest alone
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.split(".")[0])
+
+    assert names - sys.stdlib_module_names - {"conformance"} == {"httpx", "orjson", "jsonschema"}
 
 
 def test_module_runs_without_torch() -> None:
