@@ -101,6 +101,7 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
 def together(rows: Rows) -> Lines:
     """All inputs of a CSA layer's attention, in one launch and apart."""
     count, blocks = rows.num_rows, int(rows.tables.max()) + 1
+    kinds: tuple[tuple[int, Form], ...] = ((D, "fp8_64_tail"), (DI, "hadamard_fp4_32"))
     given = []
     for _ in range(3):
         parts = [
@@ -112,7 +113,7 @@ def together(rows: Rows) -> Lines:
                 form,
                 torch.zeros(blocks, BLOCK // 4, dim, device="cuda", dtype=torch.bfloat16),
             )
-            for dim, form in ((D, "fp8_64_tail"), (DI, "hadamard_fp4_32"))
+            for dim, form in kinds
         ]
         ring = noise(rows.num_sequences + 1, 128, D, dtype=torch.bfloat16)
         kv = noise(count, D, dtype=torch.bfloat16)

@@ -315,3 +315,27 @@ def test_real_shapes_are_exact_where_scores_are():
     assert torch.equal(places, expect)
     shown = torch.arange(made.shape[1], device=DEVICE) * 8 < (rows.positions + 1)[:, None]
     assert torch.equal(made & shown, wanted & shown)
+
+
+@pytest.mark.gpu
+def test_replay_is_eager():
+    """A captured choice, replayed for other lengths and blocks, equals an eager one bit for bit."""
+    rows, _ = make([Span(9000, 1), Span(40, 1)], 256, blocks=700, max_end=65536)
+    rows = replace(rows, tables=torch.zeros(2, 256, dtype=torch.int32, device=DEVICE))
+    q = rt.round_trip(noise(2, 64, 128).bfloat16(), "fp4_32")
+    w = noise(2, 64, seed=1)
+    pool = noise(700, 64, 128, seed=2).bfloat16()
+    run = {"ratio": 4, "topk": 512, "candidate_group": 8, "candidate_topk": 1024}
+    select.choose_triton(q, w, pool, rows, **run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = select.choose_triton(q, w, pool, rows, **run)
+    for positions in ([65535, 3], [2000, 2052], [33000, 0]):
+        rows.positions.copy_(torch.tensor(positions))
+        rows.tables.copy_(1 + torch.randperm(699)[:512].view(2, 256))
+        graph.replay()
+        eager = select.choose_triton(q, w, pool, rows, **run)
+        assert torch.equal(captured[0], eager[0])
+        seen = (rows.positions + 1) // 4
+        shown = torch.arange(captured[1].shape[1], device=DEVICE) * 8 < seen[:, None]
+        assert torch.equal(captured[1] & shown, eager[1] & shown)

@@ -201,3 +201,28 @@ def test_real_vocabulary():
             found, usable = draw("triton", logits, SETTINGS, seed)
             assert usable.all()
             assert found.tolist() == expected(logits, SETTINGS, seed)
+
+
+@pytest.mark.gpu
+def test_replay_is_eager():
+    """A captured sampler, replayed for other logits and settings, draws what an eager one does."""
+    count = 7
+    logits = noise(count, 5000, 0).cuda()
+    heat = torch.ones(count, dtype=torch.float64, device=DEVICE)
+    mass = torch.ones(count, dtype=torch.float64, device=DEVICE)
+    seeds = torch.arange(count, device=DEVICE)
+    index = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    given = (logits, heat, mass, seeds, index)
+    sampler.sample_triton(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sampler.sample_triton(*given)
+    for seed in range(4):
+        logits.copy_(noise(count, 5000, seed))
+        heat.copy_(torch.tensor([p[0] for p in SETTINGS]).roll(seed))
+        mass.copy_(torch.tensor([p[1] for p in SETTINGS]).roll(seed))
+        index.add_(1)
+        graph.replay()
+        eager = sampler.sample_triton(*given)
+        assert torch.equal(captured[0], eager[0])
+        assert torch.equal(captured[1], eager[1])
