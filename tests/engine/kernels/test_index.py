@@ -284,7 +284,7 @@ def test_planted_faults_are_seen(monkeypatch):
 )
 def test_real_shapes(spans, ratio, heads, monkeypatch):
     """At real widths, kernels choose what the twin chooses, up to scores that differ by rounding."""
-    monkeypatch.setattr("tests.engine.kernels.test_index.BLOCKS", 700)
+    monkeypatch.setitem(globals(), "BLOCKS", 700)
     rows, _ = make(spans, 256, blocks=700)
     q = rt.round_trip(noise(rows.num_rows, heads, 128).bfloat16(), "fp4_32")
     w = noise(rows.num_rows, heads, seed=1) / 90

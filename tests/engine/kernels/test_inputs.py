@@ -113,7 +113,7 @@ def test_planted_fault_is_seen():
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_widths(kind, monkeypatch):
     """At real widths and in any kind of layer: bit for bit the parts."""
-    monkeypatch.setattr("tests.engine.kernels.test_inputs.BLOCK", 128)
+    monkeypatch.setitem(globals(), "BLOCK", 128)
     rows, _ = make([Span(127, 1), Span(3, 1), Span(0, 1)], 128, blocks=BLOCKS)
     table = KINDS[kind]
     if kind == "hca":
