@@ -136,7 +136,9 @@ class EngineConfig:
     )
     # A hit gives the same greedy tokens; logits differ by rounding, since it cuts the prompt elsewhere.
     prefix_cache: bool = _option(
-        True, "whether what prompts and generations have in common is processed once"
+        True,
+        "whether what prompts and generations have in common is processed once; those of different"
+        " API keys stay apart",
     )
     prefill: Literal["off", "exact", "bounded"] = _option(
         "off",

@@ -117,7 +117,7 @@ def _serve(settings: Settings, _: argparse.Namespace) -> int:
 
 
 def _doctor(settings: Settings, _: argparse.Namespace) -> int:
-    findings = examine(settings.model)
+    findings = examine(settings.model, settings.engine)
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         mark = "ok" if finding.ok else "PROBLEM"

@@ -16,6 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.api import EngineError, ModelInfo
+from engine.config import ModelConfig
+from engine.options import EngineConfig, usable_cores
+from engine.resolve import Facts, resolve
 from gateway.backends.embedded import EmbeddedBackend
 from parsers import BootError, Codec, ServedModel
 
@@ -41,13 +44,21 @@ class Finding:
     ok: bool = True
 
 
-def examine(model: Path) -> list[Finding]:
+def examine(model: Path, options: EngineConfig) -> list[Finding]:
     """Look at everything that a start needs.
 
     Args:
         model: folder of the checkpoint that would be served.
+        options: of the engine that would serve it.
     """
-    return [*_versions(), _device(), _rooms(), *_checkpoint(model)]
+    gpus = _gpu_names()
+    return [
+        *_versions(),
+        _device(gpus),
+        _rooms(),
+        *_checkpoint(model),
+        *_options(model, options, gpus),
+    ]
 
 
 def _versions() -> Iterator[Finding]:
@@ -60,9 +71,8 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "not installed" + ("" if needed else " (optional)"), not needed)
 
 
-def _device() -> Finding:
+def _device(names: list[str]) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    names = _gpu_names()
     if not names:
         return Finding("device", f"CPU, {cores} cores usable; no NVIDIA driver answers")
     return Finding("device", f"{', '.join(names)}; CPU, {cores} cores usable")
@@ -116,6 +126,23 @@ def _checkpoint(model: Path) -> Iterator[Finding]:
         ok=bool(shards),
     )
     yield _special_tokens(info)
+
+
+def _options(model: Path, options: EngineConfig, gpus: list[str]) -> Iterator[Finding]:
+    """Every option of the engine, and which rule sets it."""
+    try:
+        config = ModelConfig.from_file(model)
+        weight_bytes = sum(shard.stat().st_size for shard in model.glob("*.safetensors"))
+        gpu = gpus[0] if gpus else None
+        facts = Facts(gpu, usable_cores(), weight_bytes, config.max_position_embeddings)
+        resolved = resolve(options, facts)
+    except EngineError as error:
+        yield Finding("engine options", str(error), ok=False)
+        return
+    if resolved.config.device == "cuda" and gpu is None:
+        yield Finding("device", "cuda asked for, but no NVIDIA driver answers", ok=False)
+    for line in resolved.lines():
+        yield Finding("engine option", line)
 
 
 def _special_tokens(info: ModelInfo) -> Finding:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from engine.options import EngineConfig
 from gateway.app import create_app, served_model
 from gateway.backends import Backend
 from gateway.backends.embedded import EmbeddedBackend
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a running server looks whether its backend still lives, in seconds.
 WATCH_SECONDS = 1.0
+#: How long a worker's thread may keep the event loop waiting for the interpreter, in seconds.
+SWITCH_SECONDS = 0.001
 
 
 def serve(settings: Settings, backend: Backend, announce: Callable[[str], None]) -> int:
@@ -48,6 +50,8 @@ def serve(settings: Settings, backend: Backend, announce: Callable[[str], None])
         parsers.BootError: the tokenizer cannot serve this model.
         engine.api.EngineError: the backend cannot serve it.
     """
+    # A thread that computes gives the interpreter back to the event loop so soon, not after 5 ms.
+    sys.setswitchinterval(SWITCH_SECONDS)
     with bind(settings.host, settings.port) as listener:
         return asyncio.run(_serve(settings, backend, listener, announce))
 
@@ -56,15 +60,9 @@ def open_backend(settings: Settings) -> Backend:
     """Build the backend that the settings name, without starting it.
 
     Raises:
-        engine.api.EngineError: the checkpoint's folder or the script is wrong.
+        engine.api.EngineError: the checkpoint's folder, the script or an option is wrong.
     """
-    options = EngineConfig(
-        device=settings.device,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        prefix_cache=settings.prefix_cache,
-    )
-    embedded = EmbeddedBackend(settings.model, options)
+    embedded = EmbeddedBackend(settings.model, settings.engine)
     kind, _, script = settings.backend.partition(":")
     if kind == "embedded":
         return embedded

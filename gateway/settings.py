@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from engine import TINY_CHECKPOINT
+from engine.options import EngineConfig, rule_of
 
-Device = Literal["auto", "cpu", "cuda"]
 ProfileName = Literal["official", "sglang", "agent"]
 LogLevel = Literal["error", "warning", "info"]
 
@@ -71,12 +71,6 @@ def _backend(text: str) -> str:
     if text != "embedded" and not (kind == "scripted" and argument):
         raise ValueError
     return text
-
-
-def _device(text: str) -> Device:
-    if text not in get_args(Device):
-        raise ValueError
-    return cast(Device, text)
 
 
 def _file(text: str) -> Path:
@@ -143,6 +137,26 @@ def _rule(
     return {"rule": _Rule(parse, expected, about, secret)}
 
 
+def _engine_option(name: str) -> Any:
+    """A setting that is an option of the engine, as engine.options declares it."""
+    rule = rule_of(name)
+
+    def parse(text: str) -> Any:
+        if rule.choices:
+            if text not in rule.choices:
+                raise ValueError
+            return text
+        if rule.least is None:
+            return _switch(text)
+        number = int(text)
+        if number < rule.least:
+            raise ValueError
+        return number
+
+    default = getattr(EngineConfig(), name)
+    return field(default=default, metadata=_rule(parse, rule.accepted, rule.about))
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The gateway's settings. Built in code as they are, or from flags and variables by `load`."""
@@ -170,36 +184,21 @@ class Settings:
             "what makes the tokens: embedded (the engine, in this process) or scripted:FILE",
         ),
     )
-    device: Device = field(
-        default="auto",
-        metadata=_rule(
-            _device,
-            "one of auto, cpu, cuda",
-            "where the engine runs; auto takes the first NVIDIA GPU where there is one",
-        ),
-    )
-    max_model_len: int | None = field(
-        default=None,
-        metadata=_rule(
-            _positive_int,
-            "a whole number of tokens above 0",
-            "context served, prompt and reply together (default: the model's own)",
-        ),
-    )
-    max_num_seqs: int = field(
-        default=16,
-        metadata=_rule(
-            _positive_int, "a whole number above 0", "most requests the engine runs at once"
-        ),
-    )
-    prefix_cache: bool = field(
-        default=True,
-        metadata=_rule(
-            _switch,
-            "one of on, off",
-            "whether the engine keeps what prompts have in common with earlier ones, per API key",
-        ),
-    )
+    device: Literal["auto", "cpu", "cuda"] = _engine_option("device")
+    dtype: Literal["auto", "float32", "bfloat16"] = _engine_option("dtype")
+    runner: Literal["auto", "reference", "fast"] = _engine_option("runner")
+    kernels: Literal["auto", "torch", "triton"] = _engine_option("kernels")
+    graphs: bool | None = _engine_option("graphs")
+    lookahead: bool = _engine_option("lookahead")
+    max_model_len: int | None = _engine_option("max_model_len")
+    max_num_seqs: int = _engine_option("max_num_seqs")
+    max_batched_tokens: int | None = _engine_option("max_batched_tokens")
+    block_size: int = _engine_option("block_size")
+    num_blocks: int | None = _engine_option("num_blocks")
+    prefix_cache: bool = _engine_option("prefix_cache")
+    prefill: Literal["off", "exact", "bounded"] = _engine_option("prefill")
+    max_snapshots: int = _engine_option("max_snapshots")
+    cpu_threads: int | None = _engine_option("cpu_threads")
     name: str | None = field(
         default=None,
         metadata=_rule(_name, "a name", "name the model is served under (default: its own)"),
@@ -361,6 +360,16 @@ class Settings:
             "least level of what is logged to stderr, as lines of JSON; info has one a request",
         ),
     )
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The options of the engine.
+
+        Raises:
+            engine.api.EngineError: they contradict each other.
+        """
+        names = [item.name for item in fields(EngineConfig)]
+        return EngineConfig(**{name: getattr(self, name) for name in names})
 
     @classmethod
     def load(cls, environ: Mapping[str, str], given: Mapping[str, str | None]) -> Settings:

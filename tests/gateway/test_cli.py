@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from engine import TINY_CHECKPOINT
+from engine.options import EngineConfig
 from gateway import __version__
 from gateway.cli import main
 from tests.gateway.support import chat_body
@@ -148,6 +150,25 @@ class TestDoctor:
         assert f"bathyal            {__version__}" in whole
         assert "deepseek-recipe    0.2." in whole
         assert "rooms              all four in " in whole
+
+    def test_every_option_of_the_engine_is_shown_with_the_rule_that_set_it(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Whoever asks why a value is what it is finds the rule, or the option that is wrong."""
+        (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BATHYAL_DEVICE", "cpu")
+            assert main(["doctor", "--model", str(checkpoint)]) == 0
+        shown = capsys.readouterr().out
+        for item in fields(EngineConfig):
+            assert f"engine option      {item.name} = " in shown
+        assert "device = cpu (user)" in shown
+        assert "runner = reference (device is cpu)" in shown
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BATHYAL_NUM_BLOCKS", "1")
+            assert main(["doctor", "--model", str(checkpoint)]) == 1
+        assert "PROBLEM engine options     engine options: num_blocks: " in capsys.readouterr().out
 
     def test_a_missing_special_token_is_a_problem(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str]

@@ -241,8 +241,8 @@ def test_the_settings_reach_the_backend(checkpoint: Path, script: Path) -> None:
         opened = open_backend(Settings(model=checkpoint, backend=backend, max_model_len=512))
         assert opened.info.max_model_len == 512
         assert opened.info.name == "test-model"
-    with pytest.raises(EngineError, match=r"max_num_seqs|max_batched_tokens"):
-        open_backend(Settings(model=checkpoint, max_num_seqs=10**6))
+    with pytest.raises(EngineError, match="max_batched_tokens: expected at least 17, got 16"):
+        open_backend(Settings(model=checkpoint, max_num_seqs=16, max_batched_tokens=16))
     with pytest.raises(EngineError, match=r"absent\.jsonl"):
         open_backend(Settings(model=checkpoint, backend="scripted:/absent.jsonl"))
 

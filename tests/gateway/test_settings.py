@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import TINY_CHECKPOINT
+from engine.api import EngineError
+from engine.options import EngineConfig, rule_of
 from gateway.settings import Settings, SettingsError, flags
 
 
@@ -40,6 +42,10 @@ def test_a_flag_beats_the_variable_and_the_variable_the_default() -> None:
         ("keep_alive_seconds", "0.5", 0.5),
         ("max_model_len", "512", 512),
         ("device", "cpu", "cpu"),
+        ("runner", "fast", "fast"),
+        ("graphs", "off", False),
+        ("lookahead", "on", True),
+        ("max_batched_tokens", "64", 64),
         ("model", "/", Path("/")),
         ("profile", "sglang", "sglang"),
         ("store", "off", "off"),
@@ -69,6 +75,9 @@ def test_texts_become_values(field: str, text: str, value: object) -> None:
         ("name", " x"),
         ("aliases", "a,,b"),
         ("device", "tpu"),
+        ("kernels", "cuda"),
+        ("graphs", "yes"),
+        ("max_batched_tokens", "1"),
         ("max_model_len", "0"),
         ("max_num_seqs", "1.5"),
         ("keep_alive_seconds", "0"),
@@ -130,3 +139,24 @@ def test_settings_do_not_change() -> None:
     """What the server was started with is what it runs with."""
     with pytest.raises(FrozenInstanceError):
         Settings().port = 1  # type: ignore[misc]
+
+
+def test_every_option_of_the_engine_is_a_setting() -> None:
+    """Defaults, help and accepted values are those that the engine declares, and all reach it."""
+    listed = {name: about for name, _, about in flags()}
+    for item in fields(EngineConfig):
+        assert rule_of(item.name).about in listed[item.name]
+    assert Settings().engine == EngineConfig()
+    given = {"runner": "fast", "graphs": "off", "max_num_seqs": "3", "block_size": "256"}
+
+    assert Settings.load({}, given).engine == EngineConfig(
+        runner="fast", graphs=False, max_num_seqs=3, block_size=256
+    )
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    """What the engine refuses together is refused with both values in the message."""
+    settings = Settings.load({}, {"max_num_seqs": "8", "max_batched_tokens": "8"})
+
+    with pytest.raises(EngineError, match="max_batched_tokens: expected at least 9, got 8"):
+        _ = settings.engine
