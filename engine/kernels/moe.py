@@ -15,15 +15,12 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.moe_decode import can_stream, stream_experts
+from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import DECODE_ROWS, Routing
+from engine.kernels.router import DECODE_ROWS, Routing, parts_dtype
 
 # ---------------------------------------------------------------- torch
-
-
-def parts_dtype(x: Tensor) -> torch.dtype:
-    """Of the parts for rows x [T, d]: few rows cost nothing in float32, many are a burden."""
-    return torch.float32 if len(x) <= DECODE_ROWS else x.dtype
 
 
 def _expert(
@@ -81,3 +78,24 @@ def moe_torch(
         one = torch.ones(rows, 1, device=x.device)
         parts[:, k:] = _expert(x, shared13, shared2, one, limit, act_group)
     return parts
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def moe_triton(
+    x: Tensor,
+    routing: Routing,
+    w13: Matrix,
+    w2: Matrix,
+    shared13: Matrix | None,
+    shared2: Matrix | None,
+    *,
+    limit: float,
+    act_group: int | None,
+) -> Tensor:
+    """As `moe_torch`, by the kernels for few rows or those for many."""
+    given = [w for w in (w13, w2, shared13, shared2) if w is not None]
+    few = len(x) <= DECODE_ROWS and can_stream(x, *given)
+    run = stream_experts if few else grouped_experts
+    return run(x, routing, w13, w2, shared13, shared2, limit=limit, act_group=act_group)

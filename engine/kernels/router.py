@@ -41,6 +41,11 @@ def most_tiles(rows: int, k: int, experts: int) -> int:
     return min(pairs, min(experts, pairs) + pairs // tile_pairs(rows))
 
 
+def parts_dtype(x: Tensor) -> torch.dtype:
+    """Of the experts' parts of rows x [T, d]: few cost nothing in float32, many are a burden."""
+    return torch.float32 if len(x) <= DECODE_ROWS else x.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """The choice of experts for T rows.

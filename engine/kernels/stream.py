@@ -152,13 +152,13 @@ def fetch(
     if FP4:
         start = data + row * (K // 2) + group * 16
         scales = scale + row * (K // 32) + group
-        below: tl.constexpr = 8 * (K // 2)
+        below = 8 * (K // 2)
         s0 = tl.load(scales, mask=use, other=0)
         s1 = tl.load(scales + 8 * (K // 32), mask=use, other=0)
     else:
         start = data + row * K + group * 32 + half * 16
         wide: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        below: tl.constexpr = 8 * K
+        below = 8 * K
         s0 = tl.load(scale + row // BLOCK * wide + group * 32 // BLOCK, mask=use, other=0)
         s1 = s0
     w = load16(start.to(tl.pointer_type(tl.int32)), use)

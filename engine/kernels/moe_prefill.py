@@ -1,0 +1,329 @@
+"""Experts for many rows: grouped products at tensor-core rate (twin: engine.kernels.moe.moe_torch).
+
+Two launches for the routed experts and two for the shared one, W13 and W2. A program takes one tile
+of pairs and two blocks of weight rows: gate and up rows of the same hidden values, or neighbouring
+output rows. Weights are the left operand (A), dequantised in registers on their way to the tensor
+cores; rows of x are gathered into shared memory.
+
+Any storage and any floating type of x goes through here; it is also the way of few rows where
+`engine.kernels.moe_decode` does not apply.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.formats import Matrix
+from engine.kernels.roundtrip import fp8_device
+from engine.kernels.router import Routing, parts_dtype, tile_pairs
+from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+#: Sign, exponent and mantissa of codes, moved to where bfloat16 has them, times a factor; see
+#: engine.kernels.stream for why that is the value. Four bytes in; two bfloat16 in each register out.
+_FP4_ASM = tl.constexpr(
+    "{ .reg .b32 t, a, b;"
+    " prmt.b32 t, $4, 0, 0x4140;"
+    " shl.b32 a, t, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 12;"
+    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $5;"
+    " shl.b32 a, t, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 8;"
+    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $5;"
+    " prmt.b32 t, $4, 0, 0x4342;"
+    " shl.b32 a, t, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 12;"
+    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $1, a, $6;"
+    " shl.b32 a, t, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 8;"
+    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $6; }"
+)
+_FP8_ASM = tl.constexpr(
+    "{ .reg .b32 t, a;"
+    " prmt.b32 t, $2, 0, 0x1404; shr.u32 a, t, 4; and.b32 a, a, 0x07F007F0;"
+    " lop3.b32 a, t, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $3;"
+    " prmt.b32 t, $2, 0, 0x3424; shr.u32 a, t, 4; and.b32 a, a, 0x07F007F0;"
+    " lop3.b32 a, t, 0x80008000, a, 0xEA; mul.rn.bf16x2 $1, a, $4; }"
+)
+
+
+@triton.jit
+def _power(scale, BIAS: tl.constexpr):
+    """2 ** (byte - 127 + BIAS), float32 of uint8."""
+    return ((scale.to(tl.int32) + BIAS) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(code):
+    """Value of a code, float32."""
+    magnitude = code & 7
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    return tl.where(code & 8 != 0, -value, value)
+
+
+@triton.jit
+def _e4m3(code):
+    """Value of a code, float32."""
+    magnitude = code & 127
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code & 128 != 0, -value, value)
+
+
+@triton.jit
+def _spread(scale, TIMES: tl.constexpr):
+    """Repeat each column of [M, G] TIMES times."""
+    M: tl.constexpr = scale.shape[0]
+    G: tl.constexpr = scale.shape[1]
+    wide = tl.broadcast_to(scale[:, :, None], (M, G, TIMES))
+    return tl.reshape(wide, (M, G * TIMES))
+
+
+@triton.jit
+def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
+    """Dequantise a tile of codes [M, N] uint8 with as many scales; FP4: low and high halves.
+
+    bfloat16 comes out times 2**-16, which keeps the factors finite.
+    """
+    if tl.bfloat16 == DTYPE and not _INTERPRETED:
+        factor = ((scale.to(tl.int16) + (110 if FP4 else 104)) << 7).to(tl.bfloat16, bitcast=True)
+        if FP4:
+            return tl.inline_asm_elementwise(
+                _FP4_ASM, "=&r,=&r,=&r,=&r,r,r,r", [data, factor],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
+        value = tl.inline_asm_elementwise(
+            _FP8_ASM, "=&r,=&r,r,r,r", [data, factor], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+        return value, value
+    shift: tl.constexpr = -16 if tl.bfloat16 == DTYPE else 0
+    factor = _power(scale, shift)
+    code = data.to(tl.int32)
+    if FP4:
+        return _e2m1(code) * factor, _e2m1(code >> 4) * factor
+    value = _e4m3(code) * factor
+    return value, value
+
+
+@triton.jit
+def _weights(data, scale, rows, begin, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+             KIND: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+             EVEN: tl.constexpr):  # fmt: skip
+    """Values of rows [M] at BK columns from `begin` on: [M, BK]."""
+    per: tl.constexpr = 2 if KIND == "fp4" else 1  # columns of a stored element
+    stored: tl.constexpr = BK // per
+    column = begin // per + tl.arange(0, stored)
+    at = data + rows[:, None] * (K // per) + column[None, :]
+    valid = (rows < N)[:, None]
+    codes = tl.load(at) if EVEN else tl.load(at, mask=valid & (column < K // per)[None, :], other=0)
+    if KIND == "plain":
+        return codes
+    grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
+    group = begin // BLOCK + tl.arange(0, BK // grain)
+    groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    high: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that share it
+    where = scale + rows[:, None] // high * groups + group[None, :]
+    if EVEN:
+        scales = tl.load(where)
+    else:
+        scales = tl.load(where, mask=valid & (group < groups)[None, :], other=127)
+    low, up = _unpack(codes, _spread(scales, grain // per), DTYPE, KIND == "fp4")
+    if KIND == "fp4":
+        return tl.reshape(tl.join(low, up), (rows.shape[0], BK))
+    return low
+
+
+@triton.jit
+def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+          BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+          EVEN: tl.constexpr):  # fmt: skip
+    """Products of weight rows [M] with rows of x [BN]: float32 [M, BN]."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    sums = tl.zeros((rows.shape[0], BN), tl.float32)
+    x_rows = x + source[None, :].to(tl.int64) * K
+    for begin in range(0, K, BK):
+        column = begin + tl.arange(0, BK)
+        at = x_rows + column[:, None]
+        values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
+        weights = _weights(data, scale, rows, begin, N, K, BK, KIND, BLOCK, dtype, EVEN)
+        sums = dot(weights.to(dtype), values, sums)
+    if KIND != "plain" and dtype == tl.bfloat16:
+        sums *= 65536.0
+    return sums
+
+
+@triton.jit
+def _store_rows(out, value, row, column, valid, WIDTH: tl.constexpr):
+    """Store value [M, N] as M columns of rows [N] of width WIDTH."""
+    column = column + tl.arange(0, value.shape[0])[None, :]
+    at = out + row.to(tl.int64)[:, None] * WIDTH + column
+    value = cast(tl.trans(value), out.dtype.element_ty)
+    tl.store(at, value, mask=valid[:, None] & (column < WIDTH))
+
+
+@triton.jit
+def _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
+          CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+          SECOND: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+          BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+          EVEN: tl.constexpr):  # fmt: skip
+    """One tile of up to BN pairs (shared: rows), two blocks of BM weight rows."""
+    n = tl.arange(0, BN)
+    valid = n < count
+    place = first + tl.minimum(n, count - 1)  # columns beyond repeat the last and are not stored
+    if SHARED:
+        pair = place
+        source = place + (T * CHOICES if SECOND else 0)
+        target = place * (CHOICES + 1) + CHOICES if SECOND else place + T * CHOICES
+    else:
+        pair = tl.load(order + place)
+        source = place if SECOND else pair // CHOICES
+        target = pair + pair // CHOICES if SECOND else place
+    m = tl.arange(0, 2 * BM)
+    column = block * (2 * BM if SECOND else BM)
+    rows = column + (m if SECOND else m % BM + m // BM * (N // 2))
+    sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN)
+    if SECOND:
+        _store_rows(out, sums, target, column, valid, WIDTH)
+        if SHARED:  # nobody else writes choices that reach no expert
+            zero = tl.zeros((2 * BM, BN), tl.float32)
+            for choice in tl.static_range(CHOICES):
+                empty = valid & (tl.load(experts + place * CHOICES + choice) < 0)
+                _store_rows(out, zero, place * (CHOICES + 1) + choice, column, empty, WIDTH)
+    else:
+        halves = tl.permute(tl.reshape(sums, (2, BM, BN)), (1, 2, 0))
+        gate, up = tl.split(halves)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        if not SHARED:
+            hidden = hidden * tl.load(weights + pair)[None, :]
+        if ROUND > 0:
+            # In x's dtype first, as it would be stored.
+            inside = (column + tl.arange(0, BM) < N // 2)[:, None]
+            hidden = cast(tl.where(inside, hidden, 0.0), out.dtype.element_ty).to(tl.float32)
+            hidden = tl.trans(fp8_device(tl.trans(hidden), ROUND, 0))
+        _store_rows(out, hidden, target, column, valid, WIDTH)
+
+
+@triton.jit
+def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, num_tiles, weights,
+                    experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                    WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+                    BLOCK: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    blocks: tl.constexpr = (N + 2 * BM - 1) // (2 * BM)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if SHARED:
+        first = tile * BN
+        count = tl.minimum(T - first, BN)
+        _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit, CHOICES,
+              N, K, WIDTH, SECOND, SHARED, BM, BN, BK, KIND, BLOCK, ROUND, EVEN)  # fmt: skip
+    elif tile < tl.load(num_tiles):
+        expert = tl.load(tiles + tile * 3).to(tl.int64)
+        first = tl.load(tiles + tile * 3 + 1)
+        count = tl.load(tiles + tile * 3 + 2)
+        data += expert * data_apart
+        scale += expert * scale_apart
+        # An expert's last tile is often short.
+        if BN > 64 and count <= BN // 2:
+            _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
+                  CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN // 2, BK, KIND, BLOCK, ROUND,
+                  EVEN)  # fmt: skip
+        else:
+            _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
+                  CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN, BK, KIND, BLOCK, ROUND,
+                  EVEN)  # fmt: skip
+
+
+# ---------------------------------------------------------------- launches
+
+
+def _tiling(x: Tensor, act_group: int | None) -> tuple[int, int, dict[str, int]]:
+    """Weight rows of a block, columns per step, and what else the launch takes."""
+    least = act_group or 16  # a group is rounded within a block
+    if INTERPRETED:
+        return max(32, least), 32, {}
+    if x.dtype != torch.bfloat16:  # exact products on the plain cores: for tests
+        return max(32, least), 32, {"num_warps": 8, "num_stages": 1}
+    return 128, 64, {"num_warps": 8, "num_stages": 4}
+
+
+def _product(
+    source: Tensor,
+    out: Tensor,
+    w: Matrix,
+    routing: Routing,
+    *,
+    limit: float,
+    act_group: int | None,
+    second: bool,
+    shared: bool,
+) -> None:
+    """One launch: source [.., K] into out [.., WIDTH]."""
+    rows, choices = routing.experts.shape
+    n, k = w.shape[-2:]
+    bm, bk, options = _tiling(source, None if second else act_group)
+    bn = max(16, tile_pairs(rows))
+    blocks = triton.cdiv(n, 2 * bm)
+    tiles = triton.cdiv(rows, bn) if shared else len(routing.tiles)
+    data = w.data if w.kind == "plain" else w.data.view(torch.uint8)
+    scale = data if w.scale is None else w.scale
+    _grouped_kernel[(tiles * blocks,)](
+        data,
+        scale,
+        data.stride(0),
+        scale.stride(0),
+        source,
+        out,
+        routing.order,
+        routing.tiles,
+        routing.num_tiles,
+        routing.weights,
+        routing.experts,
+        rows,
+        limit,
+        CHOICES=choices,
+        N=n,
+        K=k,
+        WIDTH=out.shape[-1],
+        SECOND=second,
+        SHARED=shared,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        KIND=w.kind,
+        BLOCK=w.block,
+        ROUND=0 if second else act_group or 0,
+        EVEN=n % (2 * bm) == 0 and k % bk == 0,
+        **options,
+    )
+
+
+def grouped_experts(
+    x: Tensor,
+    routing: Routing,
+    w13: Matrix,
+    w2: Matrix,
+    shared13: Matrix | None,
+    shared2: Matrix | None,
+    *,
+    limit: float,
+    act_group: int | None,
+) -> Tensor:
+    """Run the experts for any number of rows; arguments and result as `moe_torch`."""
+    rows, choices = routing.experts.shape
+    d, inner = w2.shape[-2:]
+    hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
+    # What nobody writes is 0; with a shared expert its programs see to that.
+    new = torch.zeros if shared2 is None else torch.empty
+    parts = new((rows, choices + 1, d), dtype=parts_dtype(x), device=x.device)
+    x = x.contiguous()
+    for source, out, w, shared, second in (
+        (x, hidden, w13, shared13, False),
+        (hidden, parts, w2, shared2, True),
+    ):
+        for one, is_shared in ((w, False), (shared, True)):
+            if one is not None:
+                _product(source, out, one, routing, limit=limit, act_group=act_group,
+                         second=second, shared=is_shared)  # fmt: skip
+    return parts
