@@ -1,0 +1,80 @@
+"""Refusals come all at once, before anything is loaded, each with what was seen and accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.api import EngineError
+from engine.config import ModelConfig
+from engine.device.graphs import BUCKETS
+from engine.device.refusals import Gpu, check_fast
+from engine.options import EngineConfig
+from tests.engine.model import build
+
+CONFIG = ModelConfig.from_dict(build.v41())
+H200 = Gpu("NVIDIA H200", (9, 0))
+FUSED = EngineConfig(
+    device="cuda", dtype="bfloat16", runner="fast", kernels="triton", graphs=True, block_size=128
+)
+
+
+def check(
+    config: ModelConfig = CONFIG,
+    options: EngineConfig = FUSED,
+    gpu: Gpu | None = H200,
+    *,
+    has_triton: bool = True,
+    buckets: Sequence[int] = BUCKETS,
+) -> None:
+    check_fast(config, options, gpu, has_triton=has_triton, buckets=buckets)
+
+
+def test_what_can_be_served_is_not_refused() -> None:
+    """On a recent GPU, and on the CPU with the twins, nothing is in the way."""
+    check()
+    plain = dataclasses.replace(FUSED, device="cpu", kernels="torch", graphs=False)
+    check(options=plain, gpu=None, has_triton=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"has_triton": False}, "kernels triton: expected Triton installed, got none"),
+        ({"gpu": None}, "kernels triton: expected an NVIDIA GPU, got the CPU"),
+        ({"gpu": None}, "graphs on: expected an NVIDIA GPU, got the CPU"),
+        (
+            {"gpu": Gpu("Old", (8, 0))},
+            "compute capability: expected 8.9 or above for FP8 kernels, got Old with 8.0",
+        ),
+        (
+            {"options": dataclasses.replace(FUSED, block_size=3)},
+            "block_size: expected a multiple of [1, 2], got 3",
+        ),
+        ({"buckets": ()}, "decode buckets: expected at least one batch size, got none"),
+        (
+            {"config": ModelConfig.from_dict(build.v41(head_dim=48))},
+            "config.json: head_dim: expected a power of two, got 48",
+        ),
+    ],
+)
+def test_each_reason_says_what_was_seen_and_accepted(how: dict[str, Any], reason: str) -> None:
+    """Whoever reads the message knows what to change."""
+    with pytest.raises(EngineError) as error:
+        check(**how)
+
+    assert reason in str(error.value)
+    assert str(error.value).startswith("the fast runner cannot be built: ")
+
+
+def test_all_reasons_come_at_once() -> None:
+    """Nobody mends one thing only to hear of the next."""
+    options = dataclasses.replace(FUSED, block_size=3)
+
+    with pytest.raises(EngineError) as error:
+        check(options=options, gpu=Gpu("Old", (7, 5)), has_triton=False, buckets=())
+
+    assert str(error.value).count("expected") == 4
