@@ -32,10 +32,9 @@ MODULES = {
     "window_keys": "window",
     "store_window": "window",
     "attend": "attention",
-    "compress": "compress",
+    "attention_inputs": "inputs",
     "store_state": "compress",
     "index_keys_from_latent": "index",
-    "index_queries": "index",
     "choose": "select",
     "engram_lookup": "engram",
     "engram_apply": "engram",
@@ -67,10 +66,9 @@ class Ops:
     window_keys: Callable[..., Tensor]
     store_window: Callable[..., None]
     attend: Callable[..., Tensor]
-    compress: Callable[..., Tensor | None]
+    attention_inputs: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
     store_state: Callable[..., None]
     index_keys_from_latent: Callable[..., None]
-    index_queries: Callable[..., Tensor]
     choose: Callable[..., tuple[Tensor, Tensor | None]]
     engram_lookup: Callable[..., Tensor]
     engram_apply: Callable[..., Tensor]

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.config import Layer, ModelConfig
 from engine.kernels.engram import Hashes
 from engine.kernels.formats import Matrix
+from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
 from engine.kernels.mhc import HcIn
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
@@ -35,7 +36,6 @@ from engine.model.engram import Ints, NgramHash, fold_table
 from engine.model.experts import Placement
 from engine.model.packed import (
     CheckpointSource,
-    PackedCompressor,
     PackedLayer,
     PackedMoe,
     PackedSite,
@@ -328,20 +328,26 @@ class FastModel:
             act_group=self.act_group,
         )
         ring = pool.window[layer.index]
-        k_rows = k.window_keys(
-            projected[:, c.q_lora_rank :],
-            a.kv_norm,
-            c.rms_norm_eps,
+        compressors = self._compressors(layer, w, extras, state)
+        kept = state.held is None
+        k_rows, latent, chooser = k.attention_inputs(
+            WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.window_form),
+            compressors,
+            QueryInput(index_q[0], c.index_head_dim, self._index_form) if index_q else None,
             rope,
             rows,
-            ring,
-            form=self.window_form,
-            store=rows.is_decode and state.held is None,
+            ratio=layer.ratio,
+            overlap=layer.overlap,
+            eps=c.rms_norm_eps,
+            want_latent=a.index_keys is not None and a.index_keys.wk is not None,
+            store=kept,
         )
-        if layer.owns_entries:
-            self._compress(layer, w, extras, state)
+        if not kept:
+            self._hold_state(layer, compressors, state)
+        if latent is not None:
+            self._index_keys(layer, w, latent, state)
         if layer.owns_index:
-            self._choose(layer, index_q[0], extras[-1], state)
+            self._choose(layer, chooser, extras[-1], state)
         choice = None if layer.index_source is None else state.choices[layer.index_source]
         o = k.attend(
             q,
@@ -373,88 +379,74 @@ class FastModel:
             found.append(a.indexer.head_weights)
         return found
 
-    def _compress(self, layer: Layer, w: PackedLayer, extras: list[Tensor], state: Pass) -> None:
-        """Write the entries and index keys that this pass completes (2.5, 2.6, 2.9)."""
-        pool, a = state.pool, w.attn
-        assert a.compressor is not None
-        keys = a.index_keys
-        from_latent = keys is not None and keys.wk is not None
-        latent = self._pool_rows(
-            layer,
-            a.compressor,
-            extras[0],
-            pool.state.get(layer.index),
-            pool.entries[layer.index],
-            self._entry_form,
-            state,
-            want_latent=from_latent,
-        )
-        if keys is None:
-            return
-        target = pool.index_keys[layer.index]
-        if keys.compressor is not None:
-            carried = pool.index_state[layer.index]
-            form = self._index_form
-            self._pool_rows(layer, keys.compressor, extras[1], carried, target, form, state)
-        elif latent is not None and keys.wk is not None:
-            self.ops.index_keys_from_latent(
-                latent,
-                keys.wk,
-                keys.norm,
-                self.config.rms_norm_eps,
-                self._rope[1],
-                state.rows,
-                target,
-                ratio=layer.ratio,
-                form=self._index_form,
+    def _compressors(
+        self, layer: Layer, w: PackedLayer, extras: list[Tensor], state: Pass
+    ) -> list[CompressorInput]:
+        """Compressors that write this layer's entries and V4's index keys (2.5, 2.6, 2.9)."""
+        pool, a, at = state.pool, w.attn, layer.index
+        found = []
+        if a.compressor is not None:
+            found.append(
+                CompressorInput(
+                    extras[0],
+                    a.compressor.ape,
+                    pool.state.get(at),
+                    a.compressor.norm,
+                    self._entry_form,
+                    pool.entries[at],
+                )
             )
+        if a.index_keys is not None and a.index_keys.compressor is not None:
+            own = a.index_keys.compressor
+            found.append(
+                CompressorInput(
+                    extras[1],
+                    own.ape,
+                    pool.index_state[at],
+                    own.norm,
+                    self._index_form,
+                    pool.index_keys[at],
+                )
+            )
+        return found
 
-    def _pool_rows(
-        self,
-        layer: Layer,
-        w: PackedCompressor,
-        projected: Tensor,
-        carried: Tensor | None,
-        target: Tensor,
-        form: Form,
-        state: Pass,
-        *,
-        want_latent: bool = False,
-    ) -> Tensor | None:
-        if state.held is not None and carried is not None:
-            state.held.add(
-                partial(
+    def _hold_state(self, layer: Layer, compressors: list[CompressorInput], state: Pass) -> None:
+        """Put off what the compressors keep of this pass's rows."""
+        assert state.held is not None
+        for one in compressors:
+            if one.state is not None:
+                keep = partial(
                     self.ops.store_state,
-                    projected,
-                    w.ape,
-                    carried,
+                    one.proj,
+                    one.ape,
+                    one.state,
                     state.rows,
                     ratio=layer.ratio,
                 )
-            )
-        return self.ops.compress(
-            projected,
-            w.ape,
-            carried,
+                state.held.add(keep)
+
+    def _index_keys(self, layer: Layer, w: PackedLayer, latent: Tensor, state: Pass) -> None:
+        """Write V4.1's index keys of the groups that this pass completes (2.9)."""
+        keys = w.attn.index_keys
+        assert keys is not None
+        assert keys.wk is not None
+        self.ops.index_keys_from_latent(
+            latent,
+            keys.wk,
+            keys.norm,
+            self.config.rms_norm_eps,
+            self._rope[1],
             state.rows,
+            state.pool.index_keys[layer.index],
             ratio=layer.ratio,
-            overlap=layer.overlap,
-            norm_w=w.norm,
-            eps=self.config.rms_norm_eps,
-            rope=self._rope[1],
-            form=form,
-            pool=target,
-            want_latent=want_latent,
-            store=state.held is None,
+            form=self._index_form,
         )
 
-    def _choose(self, layer: Layer, raw: Tensor, head_weights: Tensor, state: Pass) -> None:
+    def _choose(self, layer: Layer, q: Tensor | None, head_weights: Tensor, state: Pass) -> None:
         """Choose the entries that this layer and its readers attend (2.6, 2.9)."""
         c = self.config
         assert layer.kv_source is not None
-        q = self.ops.index_queries(
-            raw, self._rope[1], state.rows, head_dim=c.index_head_dim, form=self._index_form
-        )
+        assert q is not None
         places, candidates = self.ops.choose(
             q,
             head_weights,
