@@ -253,8 +253,7 @@ class Layout:
         if INTERPRETED:
             return 3
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        count: int = device.multi_processor_count
-        return self.resident * count
+        return self.resident * int(device.multi_processor_count)
 
 
 def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:

@@ -83,24 +83,30 @@ def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
 
     bfloat16 comes out times 2**-16, which keeps the factors finite.
     """
-    if tl.bfloat16 == DTYPE and not _INTERPRETED:
+    narrow: tl.constexpr = DTYPE == tl.bfloat16
+    if narrow and not _INTERPRETED:
         factor = ((scale.to(tl.int16) + (110 if FP4 else 104)) << 7).to(tl.bfloat16, bitcast=True)
         if FP4:
-            return tl.inline_asm_elementwise(
+            low, high = tl.inline_asm_elementwise(
                 _FP4_ASM, "=&r,=&r,=&r,=&r,r,r,r", [data, factor],
                 dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
             )  # fmt: skip
-        value = tl.inline_asm_elementwise(
-            _FP8_ASM, "=&r,=&r,r,r,r", [data, factor], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
-        return value, value
-    shift: tl.constexpr = -16 if tl.bfloat16 == DTYPE else 0
-    factor = _power(scale, shift)
-    code = data.to(tl.int32)
-    if FP4:
-        return _e2m1(code) * factor, _e2m1(code >> 4) * factor
-    value = _e4m3(code) * factor
-    return value, value
+        else:
+            low = tl.inline_asm_elementwise(
+                _FP8_ASM, "=&r,=&r,r,r,r", [data, factor], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+            high = low
+    else:
+        shift: tl.constexpr = -16 if narrow else 0
+        factor = _power(scale, shift)
+        code = data.to(tl.int32)
+        if FP4:
+            low = _e2m1(code) * factor
+            high = _e2m1(code >> 4) * factor
+        else:
+            low = _e4m3(code) * factor
+            high = low
+    return low, high
 
 
 @triton.jit
@@ -115,20 +121,21 @@ def _weights(data, scale, rows, begin, N: tl.constexpr, K: tl.constexpr, BK: tl.
     valid = (rows < N)[:, None]
     codes = tl.load(at) if EVEN else tl.load(at, mask=valid & (column < K // per)[None, :], other=0)
     if KIND == "plain":
-        return codes
-    grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
-    group = begin // BLOCK + tl.arange(0, BK // grain)
-    groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    high: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that share it
-    where = scale + rows[:, None] // high * groups + group[None, :]
-    if EVEN:
-        scales = tl.load(where)
+        values = codes
     else:
-        scales = tl.load(where, mask=valid & (group < groups)[None, :], other=127)
-    low, up = _unpack(codes, _spread(scales, grain // per), DTYPE, KIND == "fp4")
-    if KIND == "fp4":
-        return tl.reshape(tl.join(low, up), (rows.shape[0], BK))
-    return low
+        grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
+        group = begin // BLOCK + tl.arange(0, BK // grain)
+        groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        tall: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that share it
+        where = scale + rows[:, None] // tall * groups + group[None, :]
+        if EVEN:
+            scales = tl.load(where)
+        else:
+            scales = tl.load(where, mask=valid & (group < groups)[None, :], other=127)
+        values, high = _unpack(codes, _spread(scales, grain // per), DTYPE, KIND == "fp4")
+        if KIND == "fp4":
+            values = tl.reshape(tl.join(values, high), (rows.shape[0], BK))
+    return values
 
 
 @triton.jit

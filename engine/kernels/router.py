@@ -344,6 +344,12 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
             _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
 
+@triton.jit
+def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constexpr,
+                  PAIRS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    _group(experts, order, tiles, num_tiles, scratch, pairs, most, E, PAIRS, TILE)
+
+
 # ---------------------------------------------------------------- launch
 
 #: Rows that one program chooses for.
@@ -365,6 +371,23 @@ def _product_shape(rows: int) -> tuple[int, int, int, int]:
     if rows <= DECODE_ROWS:
         return max(16, triton.next_power_of_2(rows)), 16, 256, 8
     return 64, 64, 64, 1
+
+
+def group_triton(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `group_torch`; one launch up to DECODE_ROWS rows."""
+    rows, k = experts.shape
+    if rows > DECODE_ROWS:
+        return group_torch(experts, num_experts)
+    pairs, most = rows * k, most_tiles(rows, k, num_experts)
+    padded = triton.next_power_of_2(pairs)
+    sizes = [pairs, 3 * most, 1, padded]
+    ints = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
+    order, tiles, num_tiles, scratch = ints.split(sizes)
+    _group_kernel[(1,)](
+        experts.contiguous(), order, tiles, num_tiles, scratch, pairs, most,
+        E=num_experts, PAIRS=padded, TILE=tile_pairs(rows), num_warps=4,
+    )  # fmt: skip
+    return order, tiles.view(most, 3), num_tiles
 
 
 def route_triton(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.router import (
     DECODE_ROWS,
     Routing,
     group_torch,
+    group_triton,
     most_tiles,
     route_torch,
     route_triton,
@@ -80,11 +83,12 @@ def test_twin_is_the_reference(rows: int) -> None:
         [[i % 5, 5 + i % 3] for i in range(DECODE_ROWS + 70)],
     ],
 )
-def test_groups(chosen: list[list[int]]) -> None:
+@pytest.mark.parametrize("group", [group_torch, group_triton])
+def test_groups(group: Callable[..., tuple[Tensor, ...]], chosen: list[list[int]]) -> None:
     """Sorting pairs into tiles loses, doubles or misplaces one."""
     experts = torch.tensor(chosen, dtype=torch.int32, device=DEVICE)
     weights = torch.ones(experts.shape, device=DEVICE)
-    check_groups(Routing(experts, weights, *group_torch(experts, 8)), 8)
+    check_groups(Routing(experts, weights, *group(experts, 8)), 8)
 
 
 def test_check_of_groups_sees_faults() -> None:
