@@ -62,7 +62,8 @@ def round_e2m1(x: Tensor) -> Tensor:
     magnitude = x.abs()
     # Between neighbouring values the step is 0.5 below 2, 1 below 4 and 2 from 4 on.
     step = 0.5 + 0.5 * (magnitude >= 2) + 1.0 * (magnitude >= 4)
-    return torch.copysign((torch.round(magnitude / step) * step).clamp(max=E2M1_MAX), x)
+    rounded = (torch.round(magnitude / step) * step).clamp(max=E2M1_MAX)
+    return torch.copysign(rounded, x).to(x.dtype)  # step is float32 at least; codes fit any dtype
 
 
 def to_groups(x: Tensor, group: int) -> Tensor:

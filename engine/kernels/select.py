@@ -205,6 +205,17 @@ def _select(
 
 
 @triton.jit
+def _select_all(
+    positions, seq, tables, table_width, places,
+    RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Program t: everything that row t sees, which is no more than K entries."""
+    row = tl.program_id(0).to(tl.int64)
+    seen = (tl.load(positions + row) + 1) // RATIO
+    _write_all(places, row, seen, tables, table_width, tl.load(seq + row), K, KP, PER_BLOCK)
+
+
+@triton.jit
 def _merge_parts(
     part_score, part_entry, part_count, row, segments, k, places, tables, table_width, g,
     K: tl.constexpr, KP: tl.constexpr, PER_BLOCK: tl.constexpr, N: tl.constexpr,
@@ -345,9 +356,17 @@ def _choose(
 ) -> None:
     """Launch the selection for rows whose scores are there; none where all rows are idle."""
     count, k = places.shape
-    width = k if scores is None else scores.shape[1]
+    shared = {
+        "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "K": k,
+        "KP": triton.next_power_of_2(k),
+    }  # fmt: skip
+    lookup = rows.positions[part], rows.seq[part], rows.tables, rows.tables.shape[1]
+    if scores is None:
+        _select_all[(count,)](*lookup, places, **shared, num_warps=4)
+        return
+    width = scores.shape[1]
     segment = min(SEGMENT, triton.next_power_of_2(width))
-    segments = 1 if scores is None else -(-width // segment)
+    segments = -(-width // segment)
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if segments > 1:
         shape = (count, segments, k)
@@ -356,21 +375,17 @@ def _choose(
             places.new_empty(shape),
             places.new_empty(shape[:2]),
         )
-    shared = {
-        "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "K": k,
-        "KP": triton.next_power_of_2(k), "SEGMENT": segment,
-    }  # fmt: skip
-    positions, seq = rows.positions[part], rows.seq[part]
     _select[(segments, count)](
-        scores, width, positions, seq, rows.tables, rows.tables.shape[1], places, *parts, k, idle,
-        **shared, SMALL=min(2048, segment), WHOLE=segments == 1,
+        scores, width, *lookup, places, *parts, k, idle,
+        **shared, SEGMENT=segment, SMALL=min(2048, segment), WHOLE=segments == 1,
         num_warps=_warps(segment, rows),
     )  # fmt: skip
     if segments > 1:
         size = triton.next_power_of_2(segments * k)
         _merge[(count,)](
-            *parts, segments, positions, seq, rows.tables, rows.tables.shape[1], places, k, idle,
-            **shared, N=size, SMALL=min(2048, size), num_warps=_warps(size, rows),
+            *parts, segments, *lookup, places, k, idle,
+            **shared, SEGMENT=segment, N=size, SMALL=min(2048, size),
+            num_warps=_warps(size, rows),
         )  # fmt: skip
 
 
