@@ -271,6 +271,7 @@ class EngineCore:
             num_slots=options.max_num_seqs,
             max_batched_tokens=options.resolve_max_batched_tokens(),
             max_model_len=self.max_model_len,
+            max_mixed_tokens=options.max_mixed_tokens,
             max_snapshots=options.resolve_max_snapshots(),
             salt=salt,
             lookahead=runner.looks_ahead,

@@ -18,6 +18,7 @@ DEFAULT_POOL_TOKENS = 65_536
 #: Rows of a step by default: a CPU's products gain nothing from more, a GPU's do.
 BATCHED_TOKENS = 512
 GPU_BATCHED_TOKENS = 8192
+GPU_MIXED_TOKENS = 1024
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
 
@@ -119,6 +120,14 @@ class EngineConfig:
         None,
         "rows of one step, more than max_num_seqs; left open: 512 on the CPU, 8192 on a GPU",
         least=2,
+        resolvable=True,
+    )
+    # Streams wait for a slice of a prompt's pass, a layer of its rows at least.
+    max_mixed_tokens: int | None = _option(
+        None,
+        "rows of prompts in a step that has running streams, which wait for them; left open: as"
+        " max_batched_tokens on the CPU, 1024 on a GPU",
+        least=1,
         resolvable=True,
     )
     block_size: int = _option(

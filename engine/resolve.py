@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.options import EngineConfig, rule_of
+from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
 
 #: Values that say "left open".
 _OPEN = ("auto", None)
@@ -154,6 +154,8 @@ def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]
     yield "graphs", on_gpu, why
     options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
     yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why
+    rows = so_far.get("max_batched_tokens")
+    yield "max_mixed_tokens", min(rows, GPU_MIXED_TOKENS) if on_gpu else rows, why
 
 
 def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:

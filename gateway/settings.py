@@ -193,6 +193,7 @@ class Settings:
     max_model_len: int | None = _engine_option("max_model_len")
     max_num_seqs: int = _engine_option("max_num_seqs")
     max_batched_tokens: int | None = _engine_option("max_batched_tokens")
+    max_mixed_tokens: int | None = _engine_option("max_mixed_tokens")
     block_size: int = _engine_option("block_size")
     num_blocks: int | None = _engine_option("num_blocks")
     prefix_cache: bool = _engine_option("prefix_cache")

@@ -5,8 +5,8 @@ Knows token counts, block ids and slots. Knows nothing of tensors, sampling or c
 A request holds one slot (its fixed-size state) and enough blocks for the tokens it has. The rules:
 
 1. Every running stream that has only its newest token to process gets its row in every step;
-   prompts share the rest of the row budget in order of arrival. A step so lasts at most as long as
-   its budget, and a prompt advances in every step.
+   prompts share the rest of the row budget in order of arrival; beside streams their part may be
+   bounded further. A step so lasts at most as long as its budget, and a prompt advances in every step.
 2. A waiting request is admitted, in order of arrival, when a slot and the blocks for all its tokens
    are free, plus one block for each running request to grow into. The first that does not fit
    holds up those behind it, so a long prompt is not starved by short ones.
@@ -50,6 +50,7 @@ class Scheduler:
         num_slots: requests that can run at once.
         max_batched_tokens: rows of one step; more than num_slots.
         max_model_len: context in tokens; fits the blocks.
+        max_mixed_tokens: rows of prompts in a step that has streams; None for no further bound.
         max_snapshots: most states the prefix cache keeps, each in a slot of its own beside those
             of requests; 0 for no prefix cache.
         salt: of the prefix cache's hashes; differs where equal tokens give another state.
@@ -65,6 +66,7 @@ class Scheduler:
         num_slots: int,
         max_batched_tokens: int,
         max_model_len: int,
+        max_mixed_tokens: int | None = None,
         max_snapshots: int = 0,
         salt: bytes = b"",
         lookahead: bool = False,
@@ -96,6 +98,7 @@ class Scheduler:
         self._slot_copies: list[tuple[int, int]] = []  # due at the head of the next plan
         self._block_copies: list[tuple[int, int]] = []
         self._max_batched_tokens = max_batched_tokens
+        self._max_mixed_tokens = max_mixed_tokens or max_batched_tokens
         self._max_model_len = max_model_len
         self._lookahead = lookahead
         self._held: dict[str, Chunk] = {}  # of the last plan, not finished by it
@@ -170,6 +173,8 @@ class Scheduler:
             if state.status is Status.DECODE and self._grow(state):
                 streams.append(state)
                 budget -= 1
+        if streams:
+            budget = min(budget, self._max_mixed_tokens)
         if preemptions == self.num_preemptions and not self._held:
             self._admit(budget)
         ahead = self._lookahead and self._grow_ahead(streams)

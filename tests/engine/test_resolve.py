@@ -29,6 +29,7 @@ def test_every_value_says_where_it_comes_from() -> None:
         "max_model_len = 65536 (the model's context)",
         "max_num_seqs = 8 (user)",
         "max_batched_tokens = 8192 (device is cuda)",
+        "max_mixed_tokens = 1024 (device is cuda)",
         "block_size = 128 (default)",
         "num_blocks = 512 (65,536 positions, one context or 65,536)",
         "prefix_cache = on (default)",

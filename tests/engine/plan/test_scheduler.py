@@ -72,6 +72,18 @@ def test_chunks_carry_blocks_for_their_positions() -> None:
         assert len({c.slot for c in plan.chunks} - {0}) == len(plan.chunks)
 
 
+def test_beside_streams_prompts_take_smaller_steps() -> None:
+    """Alone a prompt has the whole budget; with a stream beside it no more than its bound."""
+    scheduler = make(max_mixed_tokens=3)
+    scheduler.add(request("stream", 8))
+    assert shape(run(scheduler)) == [("stream", 0, 8)]
+    scheduler.add(request("long", 30))
+
+    assert shape(run(scheduler)) == [("stream", 8, 1), ("long", 0, 3)]
+    scheduler.remove("stream")
+    assert shape(run(scheduler)) == [("long", 3, 8)]
+
+
 def test_streams_get_their_row_before_prompts() -> None:
     """A running stream advances in every step, and so does the prompt that arrives beside it."""
     scheduler = make()
