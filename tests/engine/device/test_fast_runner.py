@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.api import FinishReason, GenerateRequest, SamplingParams
 from engine.core import EngineCore
-from engine.device import fast_runner
+from engine.device import fast_runner, prompt_pass
 from engine.device.buffers import DecodeBuffers
 from engine.device.fast_runner import FastRunner
 from engine.device.lanes import Lanes
@@ -183,6 +183,47 @@ def test_abort_of_a_prompt_under_way(small: Models, at: int) -> None:
     assert core.stats().free_blocks == core.stats().total_blocks
     for name in ("stream", "b", "next"):
         assert tokens[name] == want[name].tokens
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_scores_of_prompts_equal_the_reference(
+    models: Models, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of prompt tokens are the reference's, in parts, chunks and slices."""
+    monkeypatch.setattr(prompt_pass, "SCORED_ROWS", 5)
+    fast, reference = models
+    found = []
+    for core in (make_fast(fast), make_reference(reference)):
+        if sliced and isinstance(core._runner, FastRunner):
+            slice_by_layer(core)
+        core.submit(GenerateRequest("stream", (5, 6), SamplingParams(max_tokens=60)))
+        core.step()
+        for name, count, start, rivals in (("a", 45, 0, 2), ("b", 30, 17, 0), ("c", 1, 0, 1)):
+            ids = tuple((7 * i + count) % engines.VOCAB for i in range(count))
+            sampling = SamplingParams(max_tokens=2, temperature=0.0)
+            core.submit(
+                GenerateRequest(
+                    name, ids, sampling, prompt_logprobs=rivals, prompt_logprobs_start=start
+                )
+            )
+        scores: dict[str, Any] = {}
+        while core.has_work:
+            for delta in core.step():
+                assert delta.error is None
+                if delta.prompt_logprobs is not None:
+                    scores[delta.request_id] = delta.prompt_logprobs
+        found.append(scores)
+    got, want = found
+
+    assert got.keys() == want.keys() == set("abc")
+    assert [len(want[name]) for name in "abc"] == [45, 13, 1]
+    for name in "abc":
+        for a, b in zip(got[name], want[name], strict=True):
+            if b is None:
+                assert a is None
+                continue
+            assert abs(a.logprob - b.logprob) < 1e-4
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
 
 
 def test_more_streams_than_the_largest_bucket(small: Models) -> None:
