@@ -12,13 +12,18 @@ from engine.kernels.triton_compat import cast, dot, tl, triton
 
 
 @triton.jit
-def load_queries_device(
-    q, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr, HEAD_NORM: tl.constexpr
+def ready_queries_device(
+    q, scratch, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr
 ):
     """Queries of some heads of a row, normed and rotated [M, D]; zero for heads beyond H.
 
+    They pass through memory: so the rotation handles its few columns alone, and what is loaded
+    can be a product's left operand from shared memory, where from registers it would take all
+    that the accumulator leaves. Programs that share heads write the same there.
+
     Args:
         q: pointer to the row.
+        scratch: the same of a buffer in q's shape and dtype.
         rope: pointer to the table.
         position: of the row.
         head: int32 [M].
@@ -26,16 +31,39 @@ def load_queries_device(
         eps: of the head norm.
         D: head width.
         R: rotary pairs.
-        HEAD_NORM: whether there is one.
+        NORM: whether there is one.
     """
-    column = tl.arange(0, D)[None, :]
-    x = tl.load(q + head[:, None] * D + column, mask=(head < H)[:, None], other=0.0)
-    wide = x.to(tl.float32)
-    if HEAD_NORM:
+    at = head[:, None] * D + tl.arange(0, D)[None, :]
+    tail_at = head[:, None] * D + (D - 2 * R) + tl.arange(0, 2 * R)[None, :]
+    there = (head < H)[:, None]
+    x = tl.load(q + at, mask=there, other=0.0)
+    tail = tl.load(q + tail_at, mask=there, other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
         rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-        wide = cast(wide * rho, x.dtype).to(tl.float32)
-    at = tl.zeros((1,), tl.int32) + position
-    return cast(rotate_device(wide, rope, at, R), x.dtype)
+        x = cast(wide * rho, x.dtype)
+        tail = cast(tail.to(tl.float32) * rho, x.dtype)
+    turned = rotate_device(tail.to(tl.float32), rope, tl.zeros((1,), tl.int32) + position, R)
+    tl.store(scratch + at, x, mask=there & (tl.arange(0, D) < D - 2 * R)[None, :])
+    tl.store(scratch + tail_at, cast(turned, x.dtype), mask=there)
+    tl.debug_barrier()
+    return tl.load(scratch + at, mask=there, other=0.0)
+
+
+@triton.jit
+def store_output_device(o, x, rope, position, head, H, D: tl.constexpr, R: tl.constexpr):
+    """Rotate outputs [M, D] float32 of some heads of a row back and store them at o."""
+    M: tl.constexpr = x.shape[0]
+    G: tl.constexpr = D // (2 * R)
+    there = (head < H)[:, None]
+    plain = there & (tl.arange(0, D) < D - 2 * R)[None, :]
+    kind: tl.constexpr = o.dtype.element_ty
+    tl.store(o + head[:, None] * D + tl.arange(0, D)[None, :], cast(x, kind), mask=plain)
+    last = (tl.arange(0, G) == G - 1)[None, :, None]
+    tail = tl.sum(tl.where(last, tl.reshape(x, (M, G, 2 * R)), 0.0), axis=1)
+    turned = rotate_device(tail, rope, tl.zeros((1,), tl.int32) + position, R, True)
+    tail_at = head[:, None] * D + (D - 2 * R) + tl.arange(0, 2 * R)[None, :]
+    tl.store(o + tail_at, cast(turned, kind), mask=there)
 
 
 @triton.jit
@@ -123,8 +151,7 @@ def attend_kernel(
     """Program (row, M heads, split). With one split: final output; else its part, for combine.
 
     o: [T, H * D], or float32 [T, SPLITS, H, D], not divided. sums: float32 [T, SPLITS, H, 2], the
-    maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D], used from M = 64
-    on; may be o. scale is times log2(e). chosen: the choice, CHOICE topk's next power of two; or the
+    maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D]; may be o. scale is times log2(e). chosen: the choice, CHOICE topk's next power of two; or the
     block tables, CHOICE 0, to attend all entries.
     """
     row = tl.program_id(0)
@@ -158,17 +185,11 @@ def attend_kernel(
     own = k_rows + first_row.to(tl.int64) * D
     kept = ring + tl.load(slots + sequence).to(tl.int64) * (W * D)
 
-    queries = load_queries_device(
-        q + row.to(tl.int64) * (H * D), rope, position, head, H, eps, D, R, HEAD_NORM
+    of_row = row.to(tl.int64) * (H * D)
+    queries = ready_queries_device(
+        q + of_row, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
     )
     column = tl.arange(0, D)[None, :]
-    if M >= 64:
-        # Tensor cores of warp groups read a left operand from shared memory only if it was
-        # loaded; from registers it would take all that the accumulator leaves.
-        own_copy = scratch + row.to(tl.int64) * (H * D) + head[:, None] * D + column
-        tl.store(own_copy, queries, mask=(head < H)[:, None])
-        tl.debug_barrier()
-        queries = tl.load(own_copy, mask=(head < H)[:, None], other=0.0)
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
     top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
     total = tl.full((M,), 1.0, tl.float32)
@@ -202,17 +223,14 @@ def attend_kernel(
         acc = dot(cast(weights, keys.dtype), keys, acc * fade[:, None])
         top = peak
 
-    there = (head < H)[:, None]
     if SPLITS == 1:
-        at = tl.zeros((1,), tl.int32) + position
-        acc = rotate_device(acc / total[:, None], rope, at, R, True)
-        target = o + row.to(tl.int64) * (H * D) + head[:, None] * D + column
-        tl.store(target, cast(acc, o.dtype.element_ty), mask=there)
+        store_output_device(o + of_row, acc / total[:, None], rope, position, head, H, D, R)
     else:
         part = (row.to(tl.int64) * SPLITS + split) * H + head
         tl.store(sums + part * 2, top, mask=head < H)
         tl.store(sums + part * 2 + 1, total, mask=head < H)
-        tl.store(o + part[:, None] * D + column, acc, mask=there & (total > 0.0)[:, None])
+        worked = (head < H) & (total > 0.0)
+        tl.store(o + part[:, None] * D + column, acc, mask=worked[:, None])
 
 
 @triton.jit
@@ -241,6 +259,7 @@ def combine_kernel(
     # A split without keys wrote no part; the sink alone makes split 0 count.
     part = tl.load(parts + at[:, None] * D + column, mask=(total > 0.0)[:, None], other=0.0)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    position = tl.zeros((1,), tl.int32) + tl.load(positions + row)
-    turned = rotate_device(tl.reshape(mixed, (1, D)), rope, position, R, True)
-    tl.store(o + (row.to(tl.int64) * H + head) * D + column, cast(turned, o.dtype.element_ty))
+    target = o + row.to(tl.int64) * (H * D)
+    heads = tl.zeros((1,), tl.int32) + head
+    mixed = tl.reshape(mixed, (1, D))
+    store_output_device(target, mixed, rope, tl.load(positions + row), heads, H, D, R)
