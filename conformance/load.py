@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,29 @@ def variants(
     return found
 
 
+def _for_live(cases: Iterable[Case], tiers: Sequence[str]) -> Iterator[Case]:
+    """Cases as they can be put to an endpoint whose model says what it likes.
+
+    Of the scripted ones those remain that are answered before any model is asked: refusals, and
+    pages such as the list of models. Clients' requests (agents) have to be accepted, and their
+    replies keep the invariants; what they say is the model's.
+    """
+    for case in cases:
+        if case.tier == "scripted" and all(map(_needs_no_model, case.expect)):
+            yield replace(case, tier="live", script=None, dialects=())
+        elif case.tier == "agents" and case.tier in tiers:
+            expect = tuple({"status": one.get("status", 200)} for one in case.expect)
+            yield replace(case, tier="live", script=None, dialects=(), expect=expect)
+        elif case.tier in tiers:
+            yield case
+
+
+def _needs_no_model(expect: Mapping[str, Any]) -> bool:
+    status = expect.get("status", 200)
+    lowest = min(status) if isinstance(status, list) else status
+    return "document_has" in expect or 400 <= lowest < 500
+
+
 def select(
     cases: Iterable[Case],
     *,
@@ -151,8 +175,11 @@ def select(
 ) -> list[Case]:
     """Keeps cases of the given tiers, of any of the profiles, with any of the id prefixes.
 
-    An empty argument selects all; "full" is the profile of every case.
+    An empty argument selects all; "full" is the profile of every case. The tier live without
+    scripted brings the cases with it that need no model, and takes agents as live ones.
     """
+    if "live" in tiers and "scripted" not in tiers:
+        cases = _for_live(cases, tiers)
     return [
         case
         for case in cases

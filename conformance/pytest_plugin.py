@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--conform-url", help="endpoint to test; without it nothing is collected")
     group.addoption("--conform-model", default="", help="model to ask for")
     group.addoption("--conform-protocol", default="chat", help="comma list of protocols")
-    group.addoption("--conform-profile", default="core", help="profile, or 'full'")
+    group.addoption("--conform-tier", default="scripted", help="comma list of tiers")
+    group.addoption("--conform-profile", help="profile, or 'full' (default: core if scripted)")
     group.addoption("--conform-cases", action="append", default=[], help="extra case folder")
 
 
@@ -44,13 +45,15 @@ class _Collector:
         option = self.config.getoption
         names = option("--conform-protocol")
         protocols = PROTOCOLS if names == "all" else names.split(",")
+        tiers = option("--conform-tier").split(",")
+        profile = option("--conform-profile") or ("core" if tiers == ["scripted"] else "full")
         cases = load.select(
             load.load_cases([Path(p) for p in option("--conform-cases")]),
-            tiers=["scripted"],
-            profiles=[option("--conform-profile")],
+            tiers=tiers,
+            profiles=[profile],
         )
         parent = _Suite.from_parent(session, name="conformance", path=session.path)
-        items += parent.items(load.variants(cases, protocols=protocols))
+        items += parent.items(load.variants(cases, protocols=[*protocols, "parse"]))
 
 
 class _Suite(pytest.Collector):

@@ -186,7 +186,8 @@ async def observe(
 ) -> Observation:
     """Sends one variant and reads the reply."""
     request, body = render(variant, options.model, tools, options.switch)
-    if variant.case.tier == "live" and variant.protocol == "chat":
+    # A case that gives its body as bytes, or a seed of its own, is sent as it is.
+    if variant.case.tier == "live" and variant.protocol == "chat" and body and "seed" not in body:
         body = body | {"seed": seed}
         request = replace(request, body=orjson.dumps(body))
     if variant.protocol == "parse":

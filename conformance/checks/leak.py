@@ -84,12 +84,26 @@ def end_token(seen: Observation) -> Iterator[str]:
 
 def _clean_source(seen: Observation) -> bool:
     script = seen.variant.case.script
-    return script is None or "\ufffd" not in script.output
+    return script is not None and "\ufffd" not in script.output
+
+
+def _replaced(seen: Observation) -> Iterator[str]:
+    for place, string in seen.strings:
+        if "\ufffd" in string:
+            yield f"{place} holds U+FFFD: {string[:80]!r}"
 
 
 @check("leak/replacement-character", when=_clean_source)
 def replacement(seen: Observation) -> Iterator[str]:
     """No U+FFFD that the model did not write: a character was cut between two tokens."""
-    for place, string in seen.strings:
-        if "\ufffd" in string:
-            yield f"{place} holds U+FFFD: {string[:80]!r}"
+    yield from _replaced(seen)
+
+
+@check(
+    "live/replacement-character",
+    level=Level.SHOULD,
+    when=lambda seen: seen.variant.case.tier == "live",
+)
+def replacement_live(seen: Observation) -> Iterator[str]:
+    """U+FFFD: a character was cut between two tokens, or the model wrote bytes that are none."""
+    yield from _replaced(seen)

@@ -62,7 +62,7 @@ def _(plan: Plan, body: dict[str, Any]) -> Plan:
     return replace(plan, content=plan.content + "<｜end▁of▁sentence｜>")
 
 
-@broken("plan", "characters-cut", "leak/replacement-character")
+@broken("plan", "characters-cut", "leak/replacement-character", "live/replacement-character")
 def _(plan: Plan, body: dict[str, Any]) -> Plan:
     return replace(plan, content="".join(c if ord(c) < 128 else "\ufffd" for c in plan.content))
 

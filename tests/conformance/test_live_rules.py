@@ -11,7 +11,7 @@ import pytest
 
 from conformance import load
 from conformance.client import Exchange, Request
-from conformance.model import Mode, Variant
+from conformance.model import Case, Mode, Variant
 from conformance.protocols.render import render
 from conformance.runner import Options, run
 
@@ -138,3 +138,36 @@ def test_thinking_switch_moves(tmp_path: Path, thinking: bool) -> None:
     assert moved["chat_template_kwargs"] == {"thinking": thinking, "enable_thinking": thinking}
     del usual["thinking"], moved["chat_template_kwargs"]
     assert usual == moved
+
+
+def test_live_brings_what_needs_no_model(cases: list[Case]) -> None:
+    """Refusals and pages are tested live too; client requests are then judged by invariants."""
+    chosen = {case.id: case for case in load.select(cases, tiers=["live", "agents"])}
+    scripted = {case.id: case for case in cases}
+
+    assert {"live/plain", "refuse/role-unknown", "endpoint/models", "agents/cline"} <= set(chosen)
+    assert {case.tier for case in chosen.values()} == {"live"}
+    assert all(case.script is None for case in chosen.values())
+    assert "text/blanks-only" not in chosen
+    assert "refuse/choice-forced-in-thinking" not in chosen  # one of its answers is the model's
+    assert chosen["agents/cline"].expect == ({"status": 200},)
+    assert "agents/cline" not in {c.id for c in load.select(cases, tiers=["live"])}
+    assert load.select(cases, tiers=["scripted"]) == [
+        case for case in scripted.values() if case.tier == "scripted"
+    ]
+
+
+@pytest.mark.parametrize("request_", [{"body_text": "{no json"}, {"set": {"chat": {"seed": -1}}}])
+def test_live_seed_replaces_nothing(tmp_path: Path, request_: dict[str, Any]) -> None:
+    """The seed of live requests is put in where the case says nothing of it, and nowhere else."""
+    one = variant(tmp_path, request_, "whole")
+    sent = []
+
+    class Noting(Scripted):
+        async def send(self, request: Request) -> Exchange:
+            sent.append(request.body)
+            return Exchange(request, 400, {"content-type": "application/json"}, [(0.1, b"{}")])
+
+    asyncio.run(run([one], Noting("", None, "stop"), Options("m")))
+
+    assert sent == [render(one, "m", load.load_tools())[0].body]
