@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from gateway.call import header
+from gateway.threads import LONG_COPY, in_thread_if
 from parsers import ClientError
 
 
@@ -63,7 +64,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
             raise _too_large(limit)
         parts.append(part)
         more = message.get("more_body", False)
-    return b"".join(parts)
+    return await in_thread_if(size >= LONG_COPY, b"".join, parts)
 
 
 def _too_large(limit: int) -> ClientError:

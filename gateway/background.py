@@ -139,7 +139,7 @@ class Background:
             "response": response,
         }
         try:
-            await in_thread(store.put, response["id"], owner, orjson.dumps(record))
+            await in_thread(lambda: store.put(response["id"], owner, orjson.dumps(record)))
         except StoreError:
             logger.exception("a response is not kept")
 

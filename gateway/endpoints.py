@@ -31,8 +31,8 @@ from gateway.recorder import LentReasoning, Tape
 from gateway.service import Service, nobody_listens
 from gateway.sse import KEEP_ALIVE, PING, EventStream, until_disconnect
 from gateway.store import StoreError
-from gateway.threads import THREAD_FROM_BYTES, in_thread
-from parsers import ClientError, Exchange, Protocol, ReasoningStore
+from gateway.threads import THREAD_FROM_BYTES, in_thread, in_thread_if
+from parsers import LONG_REPLY, ClientError, Exchange, Protocol, ReasoningStore
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -266,7 +266,8 @@ class Endpoints:
                 async with aclosing(frames):
                     async for _ in frames:
                         pass
-                body = opened.exchange.body()
+                tokens = call.notes.get("completion_tokens", 0)
+                body = await in_thread_if(tokens >= LONG_REPLY, opened.exchange.body)
                 if opened.tape is not None:
                     opened.tape.reply.append(body)
                     await self._record(opened, opened.tape, None)
@@ -330,7 +331,7 @@ class Endpoints:
         if opened.lent is not None:
             tape.reasoning = opened.lent.lent
         try:
-            await in_thread(recorder.write, tape.line(failure))
+            await in_thread(lambda: recorder.write(tape.line(failure)))
         except OSError:
             logger.exception("an exchange is not recorded")
 

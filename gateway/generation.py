@@ -28,7 +28,7 @@ from gateway.deadlines import Deadline, Limits
 from gateway.errors import ServerError
 from gateway.metrics import Metrics
 from gateway.recorder import Tape
-from gateway.threads import THREAD_FROM_TOKENS, in_thread
+from gateway.threads import LONG_PROMPT, in_thread, in_thread_if
 from parsers import ClientError, Completion, Exchange
 
 Reply = Exchange | Completion
@@ -136,7 +136,12 @@ class Generations:
                             logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs)
                             if tape is not None:
                                 tape.step(index, delta.token_ids, logprobs)
-                            frames += exchange.receive(delta.token_ids, logprobs)
+                            if exchange.heavy(delta.token_ids):
+                                frames += await in_thread(
+                                    exchange.receive, delta.token_ids, logprobs
+                                )
+                            else:
+                                frames += exchange.receive(delta.token_ids, logprobs)
                         # finished without a reason of the backend's: a stop string, a last call
                         if reason is not None or exchange.finished:
                             finish = "length" if reason is FinishReason.LENGTH else "stop"
@@ -151,7 +156,13 @@ class Generations:
                         "the backend ended without a finish reason"
                     )
                 self._backend.abort(request.id)  # harmless after a normal end
-                more = None if finish == "length" else exchange.continuation()
+                more = (
+                    None
+                    if finish == "length"
+                    else await in_thread_if(
+                        len(request.prompt_ids) >= LONG_PROMPT, exchange.continuation
+                    )
+                )
                 if more is None:
                     break
                 if frames:
@@ -165,10 +176,9 @@ class Generations:
                     sampling=replace(request.sampling, max_tokens=more.max_tokens),
                     script=scripts[1] if len(scripts) > 1 else request.script,
                 )
-            if completion_tokens < THREAD_FROM_TOKENS:
-                frames += exchange.close(finish, completion_tokens)
-            else:
-                frames += await in_thread(exchange.close, finish, completion_tokens)
+            frames += await in_thread_if(
+                exchange.heavy_close(completion_tokens), exchange.close, finish, completion_tokens
+            )
             pace.finish(finish)
             if tape is not None:
                 tape.end(index, finish, completion_tokens, cached)

@@ -7,6 +7,7 @@ that a model that cannot be served ends the start with one clear line instead of
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -50,10 +51,19 @@ def serve(settings: Settings, backend: Backend, announce: Callable[[str], None])
         parsers.BootError: the tokenizer cannot serve this model.
         engine.api.EngineError: the backend cannot serve it.
     """
-    # A thread that computes gives the interpreter back to the event loop so soon, not after 5 ms.
-    sys.setswitchinterval(SWITCH_SECONDS)
     with bind(settings.host, settings.port) as listener:
         return asyncio.run(_serve(settings, backend, listener, announce))
+
+
+def keep_loop_free() -> None:
+    """Set the interpreter up so that the event loop is not held up; once all is loaded.
+
+    A thread that computes gives the interpreter back to the loop soon. What was made until now is
+    never garbage: collections leave it out, which else stop the loop for 100 ms and more.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
 
 
 def open_backend(settings: Settings) -> Backend:
@@ -102,6 +112,7 @@ async def _serve(
     app = create_app(settings, backend)
     announce(f"bathyal loads {settings.model}")
     async with app.router.lifespan_context(app):
+        keep_loop_free()
         server = _Server(app, settings, served_model(settings, backend).name, announce)
         watch = asyncio.create_task(_watch(backend, server))
         with _signals_held():

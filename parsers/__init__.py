@@ -31,7 +31,7 @@ from parsers.codec import Codec
 from parsers.completions import Completion
 from parsers.dsml import DsmlParser
 from parsers.errors import BootError, ClientError, CodecError, Protocol, ReplyError, error_body
-from parsers.exchange import Continuation, Exchange
+from parsers.exchange import LONG_REPLY, Continuation, Exchange
 from parsers.native import (
     ParsedCall,
     ParsedCalls,
@@ -50,6 +50,7 @@ from parsers.wire import TokenLogprob
 
 __all__ = [
     "BARE",
+    "LONG_REPLY",
     "PROFILES",
     "Action",
     "BootError",

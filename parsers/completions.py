@@ -25,6 +25,7 @@ from parsers.body import (
 from parsers.detokenize import Detokenizer, Vocabulary
 from parsers.dialects import spell
 from parsers.errors import ClientError, error_body
+from parsers.exchange import LONG_REPLY, LONG_STEP
 from parsers.invoke import Finish
 from parsers.request import (
     FLAG,
@@ -144,6 +145,14 @@ class Completion:
                 self._score(token_id, logprobs[i])
             text += self._stops.feed(spell(self._detokenizer.push(token_id)))
         return self._send(text, None)
+
+    def heavy(self, token_ids: Sequence[int]) -> bool:
+        """Whether ``receive`` may take some milliseconds; see ``Exchange.heavy``."""
+        return len(token_ids) > LONG_STEP
+
+    def heavy_close(self, completion_tokens: int) -> bool:
+        """Whether ``close`` may; see ``Exchange.heavy_close``."""
+        return completion_tokens >= LONG_REPLY
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply; see ``Exchange.close``."""

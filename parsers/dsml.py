@@ -126,8 +126,8 @@ class DsmlParser:
             return False
         at = found.start()
         if found[0] == THINK_END:
-            before = self._buffer[max(0, at - 8) : at]
-            joins = not self.reasoning and MARK_BEGUN.search(before) is not None
+            tail = self._buffer[max(0, at - 8) : at]
+            joins = not self.reasoning and MARK_BEGUN.search(tail) is not None
             self._text(at)
             self._out.append(ThinkEnd(self._take(1), joins))
             self.reasoning, self._fenced, self._ticks = False, False, 0

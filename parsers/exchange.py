@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 GATHER = 64
 """Tokens of a whole reply that are worked on at once; a policy's error is seen so much later."""
+LONG_STEP = 512
+"""Tokens of a step from which on it counts as long: a slow reader's steps are joined."""
+LONG_REPLY = 2048
+"""Tokens of a reply from which on its end counts as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,26 @@ class Exchange:
                 frames += self._receive(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
             return frames
         return frames + self._receive(token_ids, logprobs)
+
+    def heavy(self, token_ids: Sequence[int]) -> bool:
+        """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
+        if len(token_ids) > LONG_STEP:
+            return True
+        pipeline = self._pipeline
+        if not isinstance(pipeline, Pipeline):
+            return False
+        if self._gathered:
+            return pipeline.heavy(self._gathered) or pipeline.heavy(token_ids)
+        return pipeline.heavy(token_ids)
+
+    def heavy_close(self, completion_tokens: int) -> bool:
+        """Whether ``close`` may: the codec counts the reasoning by encoding it once more."""
+        if completion_tokens >= LONG_REPLY:
+            return True
+        pipeline = self._pipeline
+        return pipeline is not None and (
+            isinstance(pipeline, AnswerPipeline) or pipeline.gate.heavy
+        )
 
     def _release(self) -> list[bytes]:
         """Work on what was gathered."""

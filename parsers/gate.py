@@ -34,6 +34,8 @@ from parsers.sink import Sink
 from parsers.toolset import ToolSet
 from parsers.values import ReplyFormat, ToolChoice
 
+LONG_CALL = 8192
+"""Characters from which on the judgement of a call counts as long: some milliseconds."""
 _WHY = {
     "undeclared_tool": "the tool is not declared",
     "not_chosen": "tool_choice names another tool",
@@ -113,6 +115,11 @@ class ToolGate:
     def called(self) -> bool:
         """Whether a call was delivered or may still turn out to have been made."""
         return self._doubted is not None or self.report.calls > 0
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a call that ends now takes long to be judged."""
+        return self._tools.slow or (self._call is not None and self._call.size > LONG_CALL)
 
     @property
     def flow(self) -> Callable[[str], str] | None:

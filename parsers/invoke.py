@@ -54,6 +54,7 @@ class Invoke:
         noise: text between the tags.
         mends: what was repaired.
         announced: whether the call was begun on the wire.
+        size: characters of its values so far.
         violation: how the whole arguments break the tool's schema.
     """
 
@@ -74,6 +75,7 @@ class Invoke:
         self.noise = ""
         self.mends: list[Repaired] = []
         self.announced = False
+        self.size = 0
         self.violation: str | None = None
         self._tools = tools
         self._policy = policy
@@ -118,6 +120,7 @@ class Invoke:
 
     def add(self, raw: str) -> None:
         """Continue the parameter's value."""
+        self.size += len(raw)
         if self._mode == "stream":
             text = self._tail + spell(raw)
             end = len(text) - held_bar(text)
@@ -138,6 +141,7 @@ class Invoke:
             What is to be written.
         """
         self.keep(raw)
+        self.size += len(raw)
         text = escape_token(raw) if len(raw) <= LONGEST_TOKEN else escape(raw)
         if self._checked is not None:
             self._checked.append(text)

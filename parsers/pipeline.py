@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from parsers.detokenize import Detokenizer, Vocabulary
+from parsers.dialects import MARK_TEXT
 from parsers.dsml import DsmlParser
 from parsers.errors import ReplyError
 from parsers.gate import ToolGate
@@ -62,6 +63,7 @@ class Pipeline:
         self.satisfied = False
         self._wire = wire
         self._vocabulary = vocabulary
+        self._mark = vocabulary.special(MARK_TEXT)
         self._detokenizer = Detokenizer(vocabulary)
         self._parser = DsmlParser(reasoning=reasoning, forced=forced)
         self._stitch = stitch
@@ -78,6 +80,10 @@ class Pipeline:
     def called(self) -> bool:
         """Whether the model has called, or may have."""
         return self.gate.called or not self._parser.outside
+
+    def heavy(self, token_ids: Sequence[int]) -> bool:
+        """Whether a step of these ids may take long: it may end a call that has to be judged."""
+        return self._mark in token_ids and self.gate.heavy
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None

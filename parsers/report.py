@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from parsers.dialects import quote
+
 LONGEST_RAW = 2000
 """Characters of model text that a report repeats, per entry."""
 
@@ -88,7 +90,7 @@ class Report:
         if self.flagged:
             out["undeclared_calls"] = list(self.flagged)
         if self.lost_text.strip():
-            out["lost_text"] = self.lost_text
+            out["lost_text"] = quote(self.lost_text)  # joined pieces may spell a marker anew
             out["lost_chars"] = self.lost_chars
         if self.quoted_markers:
             out["quoted_markers"] = self.quoted_markers

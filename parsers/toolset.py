@@ -6,12 +6,13 @@ Knows JSON Schema as far as types go; knows neither DSML nor policies.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import orjson
 
 from parsers.jsontext import is_strict, type_of
-from parsers.schemas import violation
+from parsers.schemas import has_patterns, violation
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 """The JSON Schema types; an integer is a number too."""
@@ -69,6 +70,11 @@ class ToolSet:
     def has_schema(self, tool: int) -> bool:
         """Whether the arguments of a tool can be checked."""
         return tool >= 0 and isinstance(self._schemas[tool], dict | bool)
+
+    @cached_property
+    def slow(self) -> bool:
+        """Whether a check of arguments may take long however short they are."""
+        return any(map(has_patterns, self._schemas))
 
     def is_strict(self, tool: int) -> bool:
         """Whether a tool is declared ``strict``."""

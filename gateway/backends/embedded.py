@@ -22,6 +22,7 @@ from engine.api import (
 )
 from engine.config import ModelConfig
 from engine.options import EngineConfig
+from gateway.threads import LONG_PROMPT, in_thread_if
 
 if TYPE_CHECKING:
     from engine.thread import EngineThread
@@ -132,7 +133,10 @@ class EmbeddedBackend:
         from engine.thread import Sink
 
         deltas = _Mailbox()
-        self._thread.submit(request, Sink(asyncio.get_running_loop(), deltas.put))
+        sink = Sink(asyncio.get_running_loop(), deltas.put)
+        # the engine looks at every id of the prompt
+        long = len(request.prompt_ids) >= LONG_PROMPT
+        await in_thread_if(long, self._thread.submit, request, sink)
         self._streams[request.id] = deltas
         try:
             while True:
