@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from engine.kernels.roundtrip import Form, round_trip
 from engine.kernels.rows import Rows
 
 D, DI, PAIRS, BLOCK, TOPK, VOCAB = 512, 128, 32, 256, 512, 129280
-Lines = list[tuple[str, float, str]]
+Lines = Iterator[tuple[str, float, str]]
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,7 +63,6 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
         "ratio 2": (2, False, D, "fp4_e4m3_16"),
         "ratio 1": (1, False, D, "fp4_e4m3_16"),
     }
-    found: Lines = []
     blocks = int(rows.tables.max()) + 1
     for kind in kinds:
         ratio, overlap, dim, form = table[kind]
@@ -94,8 +94,7 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
         each[0]()
         off = (pools[0][1:] != pools[1][1:]).float().mean().item()
         time = replayed_us(each)
-        found.append((f"compress {kind}", time, f"differs in {off:.1e} of values"))
-    return found
+        yield f"compress {kind}", time, f"differs in {off:.1e} of values"
 
 
 def together(rows: Rows) -> Lines:
@@ -121,16 +120,13 @@ def together(rows: Rows) -> Lines:
         raw = noise(count, 64 * DI, dtype=torch.bfloat16)
         given.append((window, parts, QueryInput(raw, DI, "hadamard_fp4_32"), rope(rows), rows))
     how = {"ratio": 4, "overlap": True, "eps": 1e-6, "want_latent": False, "store": True}
-    found: Lines = []
     for name, call in (("one launch", inputs.attention_inputs_triton), ("apart", inputs._apart)):
         time = replayed_us([partial(call, *args, **how) for args in given])  # type: ignore[arg-type]
-        found.append((f"attention inputs of csa, {name}", time, ""))
-    return found
+        yield f"attention inputs of csa, {name}", time, ""
 
 
 def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bool) -> Lines:
     """Index queries, scores and selection of one layer, for several cuts."""
-    found: Lines = []
     count, width = rows.num_rows, rows.max_end // ratio
     blocks = int(rows.tables.max()) + 1
     size = blocks * (BLOCK // ratio) * DI * 2
@@ -138,7 +134,7 @@ def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bo
     queries = partial(index.index_queries_triton, head_dim=DI, form=form)
     turns = rope(rows)
     time = replayed_us([partial(queries, raw, turns, rows) for raw in raws])
-    found.append((f"{name} index_queries", time, ""))
+    yield f"{name} index_queries", time, ""
     weight = noise(count, heads) * (heads * DI) ** -0.5
     pools = []
     for _ in range(copies(size, 6)):
@@ -158,34 +154,31 @@ def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bo
     last = min(count, max(1, select.CHUNK_SCORES // width))
     if rows.max_length > 1:
         flop = 2 * DI * heads * int(seen[:last].sum())
-        tiles = [(64, 128, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+        tiles = [(64, 128, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
         for tile in tiles[: 2 if quick else None]:
             with setting(index, LONG_TILE=tile):
                 time = replayed_us(
                     [partial(score, q, weight, pool, last=last) for pool in pools], 5
                 )
             rate = f"{flop / time / 1e6:.0f} TFLOP/s = {flop / time / RATE * 1e8:.0f}%"
-            found.append((f"{name} scores rows {last} {tile}", time, rate))
+            yield f"{name} scores rows {last} {tile}", time, rate
     else:
-        for short in [(64, 4, 512), (128, 4, 512), (64, 4, 1024), (128, 8, 264)][
-            : 2 if quick else None
-        ]:
+        for short in [(64, 4, 512), (128, 4, 512), (128, 8, 264)][: 2 if quick else None]:
             with setting(index, SHORT_TILE=short):
                 time = replayed_us([partial(score, q, weight, pool) for pool in pools])
             share = f"{moved / time / BANDWIDTH * 1e8:.0f}% read"
-            found.append((f"{name} scores {short}", time, share))
+            yield f"{name} scores {short}", time, share
     scores, _ = score(q, weight, pools[0], last=last)
     places = torch.empty(last, min(TOPK, width), dtype=torch.int32, device="cuda")
     part = slice(0, last)
-    cuts = [(8192, (256, 1024)), (4096, (256, 512)), (16384, (512, 1024)), (8192, (512, 512))]
+    cuts = [(8192, (256, 1024)), (4096, (256, 512)), (16384, (512, 1024))]
     for segment, per_warp in cuts[: 2 if quick else None]:
         with setting(select, SEGMENT=segment, PER_WARP=per_warp):
             call = partial(select._choose, scores, places, rows, part, ratio, TOPK)
             time = replayed_us([call, call], 7)
-        found.append((f"{name} select segment {segment} per warp {per_warp}", time, ""))
+        yield f"{name} select segment {segment} per warp {per_warp}", time, ""
     time = replayed_us([partial(choose, q, weight, pool) for pool in pools], 5)
-    found.append((f"{name} choose in all", time, f"{count} rows, {width} entries"))
-    return found
+    yield f"{name} choose in all", time, f"{count} rows, {width} entries"
 
 
 def candidates(rows: Rows) -> Lines:
@@ -198,15 +191,12 @@ def candidates(rows: Rows) -> Lines:
     _, made = source()
     reader = partial(choose, candidates=made, candidate_group=8)
     shape = f"B={rows.num_rows} {rows.max_end} entries"
-    return [
-        (f"candidate source {shape}", replayed_us([source, source], 7), ""),
-        (f"candidate reader {shape}", replayed_us([reader, reader], 7), ""),
-    ]
+    yield f"candidate source {shape}", replayed_us([source, source], 7), ""
+    yield f"candidate reader {shape}", replayed_us([reader, reader], 7), ""
 
 
 def sampling(batch: int) -> Lines:
     """The sampler for greedy rows, plain sampling and nuclei."""
-    found: Lines = []
     logits = noise(batch, VOCAB) * 2
     for name, heat, mass in (("greedy", 0.0, 1.0), ("sampled", 1.0, 1.0), ("nucleus", 0.8, 0.9)):
         given = (
@@ -218,8 +208,7 @@ def sampling(batch: int) -> Lines:
         )
         same = torch.equal(sampler.sample_triton(*given)[0], sampler.sample_torch(*given)[0])
         call = partial(sampler.sample_triton, *given)
-        found.append((f"sample {name} B={batch}", replayed_us([call, call], 7), f"as twin: {same}"))
-    return found
+        yield f"sample {name} B={batch}", replayed_us([call, call], 7), f"as twin: {same}"
 
 
 def engrams(rows: Rows) -> Lines:
@@ -235,7 +224,6 @@ def engrams(rows: Rows) -> Lines:
     scale = torch.randint(120, 128, (len(data), 8), dtype=torch.uint8)
     fold = torch.randint(0, 99092, (VOCAB,), device="cuda")
     history = torch.zeros(rows.num_sequences + 1, 4, dtype=torch.int64, device="cuda")
-    found: Lines = []
     for place, weight, powers in (
         ("device", data.cuda(), scale.cuda()),
         ("pinned", data.pin_memory(), scale.pin_memory()),
@@ -244,15 +232,14 @@ def engrams(rows: Rows) -> Lines:
             engram.engram_lookup_triton, rows, fold, history, hashes,
             weight.view(torch.float8_e4m3fn), powers, pad=0, image=-1, dtype=torch.bfloat16,
         )  # fmt: skip
-        found.append((f"engram lookup {place} T={count}", replayed_us([call, call], 7), ""))
+        yield f"engram lookup {place} T={count}", replayed_us([call, call], 7), ""
     streams = [noise(count, 4, d, dtype=torch.bfloat16) for _ in range(4)]
     projected = noise(count, 5 * d, dtype=torch.bfloat16)
     calls = [
         partial(engram.engram_apply_triton, s, projected, noise(4, d), rows, eps=1e-20, image=-1)
         for s in streams
     ]
-    found.append((f"engram gate T={count}", replayed_us(calls), ""))
-    return found
+    yield f"engram gate T={count}", replayed_us(calls), ""
 
 
 def parts(quick: bool) -> dict[str, Callable[[], Lines]]:
@@ -260,38 +247,35 @@ def parts(quick: bool) -> dict[str, Callable[[], Lines]]:
     kinds = ("csa", "csa index", "hca", "ratio 2", "ratio 1")
 
     def compression() -> Lines:
-        lines = compressors(rows_of([0], 8192), kinds)
         for batch in (1, 64) if quick else (1, 16, 64):
             rows = rows_of([1024 + 4 * i + 3 for i in range(batch)], 1)
-            lines += [
-                (f"{n} B={batch}", t, note)
-                for n, t, note in compressors(rows, kinds) + together(rows)
-            ]
-        return lines
+            for n, t, note in chain(together(rows), compressors(rows, kinds)):
+                yield f"{n} B={batch}", t, note
+        yield from compressors(rows_of([0], 8192), kinds)
 
     def decode() -> Lines:
-        lines: Lines = []
         shapes = [(1, 65535), (16, 32767), (1, 384), (64, 8191)]
         for batch, end in shapes[: 2 if quick else None]:
             rows = rows_of([end] * batch, 1)
             name = f"V4 B={batch} {end + 1}"
-            lines += choices(name, rows, 4, 64, "hadamard_fp4_32", quick)
+            yield from choices(name, rows, 4, 64, "hadamard_fp4_32", quick)
         rows = rows_of([65535], 1)
-        return lines + choices("V4.1 B=1 65536", rows, 1, 32, "fp4_32", quick) + candidates(rows)
+        yield from choices("V4.1 B=1 65536", rows, 1, 32, "fp4_32", quick)
+        yield from candidates(rows)
 
     def prompts() -> Lines:
-        lines: Lines = []
         for start in (0,) if quick else (0, 57344):
             rows = rows_of([start], 8192)
-            lines += choices(f"V4 T=8192 at {start}", rows, 4, 64, "hadamard_fp4_32", quick)
-        return lines
+            yield from choices(f"V4 T=8192 at {start}", rows, 4, 64, "hadamard_fp4_32", quick)
 
     def sample() -> Lines:
-        return [line for batch in (1, 16, 64) for line in sampling(batch)]
+        for batch in (1, 16, 64):
+            yield from sampling(batch)
 
     def lookup() -> Lines:
         passes = (rows_of([1000], 1), rows_of([1000] * 64, 1), rows_of([0], 8192))
-        return [line for rows in passes for line in engrams(rows)]
+        for rows in passes:
+            yield from engrams(rows)
 
     return {
         "compress": compression,

@@ -183,7 +183,8 @@ def _winner(values, ids):
 
 @triton.jit
 def _look(
-    logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, V, parts,
+    logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, sums, V,
+    parts,
     HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (c, b): tokens c * BLOCK and after of row b."""
@@ -206,6 +207,7 @@ def _look(
             # Relative to the chunk's own maximum; a chunk without any token has no mass.
             own = tl.where(tl.abs(best) < float("inf"), best, 0.0).to(tl.float64) / heat
             tl.store(mass + at, tl.sum(tl.exp(scaled - own), 0))
+            tl.store(sums + b.to(tl.int64) * V + ids, value, mask=ids < V)
 
 
 @triton.jit
@@ -236,13 +238,16 @@ def _total(high, mass, b, parts, heat, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _before(logits, mask, b, ids, V, heat, key, level, limit, limit_id, HAS_MASK: tl.constexpr):
+def _before(
+    logits, mask, sums, b, ids, V, heat, level, limit, limit_id, HAS_MASK: tl.constexpr
+):  # fmt: skip
     """Mass, relative to `level`, of the tokens before one, and the winner among them."""
     x = _logits(logits, mask, b, ids, V, HAS_MASK)
     earlier = (x > limit) | ((x == limit) & (ids < limit_id))
-    scaled, value = _sums(x, ids, heat, key)
+    value = tl.load(sums + b.to(tl.int64) * V + ids, mask=earlier, other=float("-inf"))
+    scaled = x.to(tl.float64) / heat
     mass = tl.sum(tl.where(earlier, tl.exp(scaled - level), 0.0), 0)
-    best, best_id = _winner(tl.where(earlier, value, float("-inf")), ids)
+    best, best_id = _winner(value, ids)
     return mass, best, best_id
 
 
@@ -264,7 +269,7 @@ def _ahead(before, b, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    logits, temperature, top_p, seeds, index, mask, high, drawn, drawn_id, mass, before, V, parts,
+    logits, temperature, top_p, mask, high, drawn, drawn_id, mass, before, sums, V, parts,
     ROUND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (c, b): what of chunk c comes before the winner that round ROUND found in row b."""
@@ -284,8 +289,8 @@ def _weigh(
                 )
                 limit = _logit(logits, b, limit_id, V)
                 share, best, best_id = _before(
-                    logits, mask, b, c * BLOCK + tl.arange(0, BLOCK), V, heat,
-                    _row_key(seeds, index, b), level, limit, limit_id, HAS_MASK,
+                    logits, mask, sums, b, c * BLOCK + tl.arange(0, BLOCK), V, heat, level, limit,
+                    limit_id, HAS_MASK,
                 )  # fmt: skip
                 at = b * parts + c
                 tl.store(before + from_round + at, share)
@@ -295,8 +300,8 @@ def _weigh(
 
 @triton.jit
 def _settle(
-    logits, temperature, top_p, seeds, index, mask, forced, high, high_id, drawn, drawn_id, mass,
-    before, out, usable, V, parts,
+    logits, temperature, top_p, mask, forced, high, high_id, drawn, drawn_id, mass, before, sums,
+    out, usable, V, parts,
     ROUNDS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_FORCED: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -318,7 +323,6 @@ def _settle(
                     ahead = _ahead(before + done * size, b, parts, PARTS)
                     to = (done + 1) * size
                     _value, follower = _part_winner(drawn + to, drawn_id + to, b, parts, PARTS)
-            key = _row_key(seeds, index, b)
             while ahead >= wanted * total:
                 token = follower
                 limit = _logit(logits, b, token, V)
@@ -326,7 +330,7 @@ def _settle(
                 best = tl.full((), float("-inf"), tl.float64)
                 for first in range(0, V, BLOCK):
                     portion, value, value_id = _before(
-                        logits, mask, b, first + tl.arange(0, BLOCK), V, heat, key, level, limit,
+                        logits, mask, sums, b, first + tl.arange(0, BLOCK), V, heat, level, limit,
                         token, HAS_MASK,
                     )  # fmt: skip
                     ahead += portion
@@ -362,19 +366,23 @@ def sample_triton(
     high, high_id = scratch(1, torch.float32), scratch(1, narrow)
     drawn, drawn_id = scratch(ROUNDS + 1, wide), scratch(ROUNDS + 1, narrow)
     mass, before = scratch(1, wide), scratch(ROUNDS, wide)
+    sums = torch.empty((rows, vocab), dtype=wide, device=logits.device)  # used by nuclei only
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     usable = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    given = (logits, temperature, top_p, seeds, index, mask)
-    masked = {"HAS_MASK": mask is not None, "BLOCK": BLOCK, "num_warps": 4}
-    _look[(parts, rows)](*given, high, high_id, drawn, drawn_id, mass, vocab, parts, **masked)
+    masked = {"HAS_MASK": mask is not None}
+    _look[(parts, rows)](
+        logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, sums,
+        vocab, parts, BLOCK=BLOCK, num_warps=4, **masked,
+    )  # fmt: skip
     for done in range(ROUNDS):
         _weigh[(parts, rows)](
-            *given, high, drawn, drawn_id, mass, before, vocab, parts,
-            ROUND=done, PARTS=padded, **masked,
+            logits, temperature, top_p, mask, high, drawn, drawn_id, mass, before, sums, vocab,
+            parts, ROUND=done, BLOCK=BLOCK, PARTS=padded, num_warps=4, **masked,
         )  # fmt: skip
     _settle[(rows,)](
-        *given, forced, high, high_id, drawn, drawn_id, mass, before, ids,
-        usable.view(torch.int8), vocab, parts,
-        ROUNDS=ROUNDS, HAS_FORCED=forced is not None, PARTS=padded, **masked,
+        logits, temperature, top_p, mask, forced, high, high_id, drawn, drawn_id, mass, before,
+        sums, ids, usable.view(torch.int8), vocab, parts,
+        ROUNDS=ROUNDS, HAS_FORCED=forced is not None, BLOCK=4 * BLOCK, PARTS=padded, num_warps=16,
+        **masked,
     )  # fmt: skip
     return ids, usable
