@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from bench.micro.timing import BANDWIDTH, replayed_us
+from bench.micro.timing import BANDWIDTH, RATE, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
-from engine.kernels.moe import moe_torch
+from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_decode import Layout, stream_experts
-from engine.kernels.router import Routing, group_torch
+from engine.kernels.router import Routing, group_torch, route_triton
+from engine.kernels.rows import Rows
 
 TOPK = 6
 LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
-FIRST = [Layout(16, 1, 128), Layout(8, 2, 128), Layout(8, 1, 255)]
-SECOND = [Layout(8, 2, 128), Layout(16, 1, 128), Layout(8, 1, 255), Layout(4, 4, 128)]
+#: Layouts of both launches that were not chosen.
+OTHERS = [(Layout(8, 2, 128), Layout(8, 1, 255)), (Layout(8, 1, 255), Layout(16, 1, 128))]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -83,52 +83,68 @@ class Layer:
 
 def check() -> None:
     """Compare with the twin and say how far apart they are."""
-    for shape, rows in product(SHAPES, (1, 5, 64)):
-        layer = Layer(shape, 12, 1)
-        x, routing = layer.rows(rows), routed(rows, 12)
+    layer = Layer("v4-flash", 6, 1)
+    for rows in (1, 64, 200):
+        x, routing = layer.rows(rows), routed(rows, 6)
         args = x, routing, layer.w13, layer.w2, *layer.shared[0]
-        want = moe_torch(*args, limit=LIMIT, act_group=layer.block)
-        got = stream_experts(*args, limit=LIMIT, act_group=layer.block)
-        again = stream_experts(*args, limit=LIMIT, act_group=layer.block)
-        error = ((got - want).norm() / want.norm()).item()
-        same = torch.equal(got, again)
-        print(f"{shape} {rows} rows: relative error {error:.2e}, repeats bitwise: {same}")
+        keywords = {"limit": LIMIT, "act_group": layer.block}
+        want, got = moe_torch(*args, **keywords), moe_triton(*args, **keywords)
+        error = ((got - want).float().norm() / want.float().norm()).item()
+        same = torch.equal(got, moe_triton(*args, **keywords))
+        print(f"{rows} rows: relative error {error:.1e}, repeats bitwise: {same}", flush=True)
 
 
-def decode(shape: str, batches: tuple[int, ...], layouts: list[tuple[Layout, Layout]]) -> None:
+def decode(layer: Layer, name: str, rows: int, layouts: list[tuple[Layout, Layout]]) -> None:
     """Time passes of few rows."""
-    layer = Layer(shape)
-    lines = []
-    for rows in batches:
-        calls = 16 if rows < 16 else 8
-        inputs = [(layer.rows(rows), routed(rows, layer.experts)) for _ in range(calls)]
-        nbytes = sum(layer.nbytes(routing) for _, routing in inputs) / calls
-        for pair in layouts:
-            round_ = [
+    calls = 16 if rows < 16 else 8
+    inputs = [(layer.rows(rows), routed(rows, layer.experts)) for _ in range(calls)]
+    nbytes = sum(layer.nbytes(routing) for _, routing in inputs) / calls
+    for pair in layouts:
+        us = replayed_us(
+            [
                 partial(
-                    stream_experts,
-                    x,
-                    routing,
-                    layer.w13,
-                    layer.w2,
-                    *layer.shared[i % 4],
-                    limit=LIMIT,
-                    act_group=layer.block,
-                    layouts=pair,
-                )  # fmt: skip
+                    stream_experts, x, routing, layer.w13, layer.w2, *layer.shared[i % 4],
+                    limit=LIMIT, act_group=layer.block, layouts=pair,
+                )
                 for i, (x, routing) in enumerate(inputs)
             ]
-            try:
-                us = replayed_us(round_)
-            except Exception as error:  # a layout that does not fit is a result too
-                print(f"{shape} B={rows} {pair}: {type(error).__name__}: {error}"[:200])
-                continue
-            lines.append((rows, us, nbytes, pair))
-    print(f"{shape}: rows, us, MB, % of {BANDWIDTH / 1e12} TB/s, (warps, resident, registers) x 2")
-    for rows, us, nbytes, pair in sorted(lines, key=lambda line: line[:2]):
+        )  # fmt: skip
         share = nbytes / us / 1e-6 / BANDWIDTH * 100
-        names = " ".join(str((p.warps, p.resident, p.registers)) for p in pair)
-        print(f"{rows:4d} {us:8.1f} {nbytes / 1e6:8.1f} {share:5.1f}%  {names}")
+        names = " ".join(f"{p.warps} warps x {p.resident}, {p.registers} registers;" for p in pair)
+        print(f"{name} B={rows:2d} {us:7.1f} us {nbytes / 1e6:7.1f} MB {share:5.1f}% of the "
+              f"bandwidth: {names}", flush=True)  # fmt: skip
+
+
+def prefill(layer: Layer, name: str, rows: int) -> None:
+    """Time passes of many rows."""
+    x, routing = layer.rows(rows), routed(rows, layer.experts)
+    call = partial(
+        moe_triton, x, routing, layer.w13, layer.w2, *layer.shared[0],
+        limit=LIMIT, act_group=layer.block,
+    )  # fmt: skip
+    us = replayed_us([call], repeats=3)
+    inner = layer.w2.shape[-1]
+    flops = 6 * rows * (TOPK + 1) * layer.d * inner
+    rate = flops / us / 1e-6
+    print(f"{name} T={rows} {us:8.1f} us {rate / 1e12:6.1f} TFLOP/s, {rate / RATE * 100:.0f}% of "
+          f"{RATE / 1e12}", flush=True)  # fmt: skip
+
+
+def routes(rows: int) -> None:
+    """Time the router."""
+    d, _, experts, _ = SHAPES["v4-flash"]
+    gates = [torch.randn(experts, d, device="cuda", dtype=torch.bfloat16) for _ in range(40)]
+    x, bias = (
+        torch.randn(rows, d, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(experts, device="cuda"),
+    )
+    ints = torch.arange(rows, device="cuda", dtype=torch.int32)
+    one = torch.ones_like(ints)
+    a_pass = Rows(ints.long(), ints, ints, one, one, ints, one, one[:, None], 256, 1, 2)
+    calls = [
+        partial(route_triton, x, gate, bias, None, a_pass, k=TOPK, scaling=1.5) for gate in gates
+    ]
+    print(f"route {rows} rows: {replayed_us(calls):.1f} us", flush=True)
 
 
 def main() -> None:
@@ -138,13 +154,23 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     check()
-    layouts = [(FIRST[0], SECOND[0])]
+    layer = Layer("v4-flash")
+    used = [(Layout.of(4096), Layout.of(2048))]
+    for rows in (1, 64):
+        decode(layer, "v4-flash", rows, used)
+    prefill(layer, "v4-flash", 8192)
+    for rows in (1, 64, 8192):
+        routes(rows)
     if not quick:
-        layouts += [(f, SECOND[0]) for f in FIRST[1:]] + [(FIRST[0], s) for s in SECOND[1:]]
-    decode("v4-flash", (1, 4, 16, 64), layouts)
-    torch.cuda.empty_cache()
-    if not quick:
-        decode("v41", (1, 64), layouts[:2])
+        for rows in (1, 64):
+            decode(layer, "v4-flash", rows, OTHERS)
+        for rows in (4, 16):
+            decode(layer, "v4-flash", rows, used)
+        prefill(layer, "v4-flash", 1024)
+        del layer
+        layer = Layer("v41")
+        for rows in (1, 64):
+            decode(layer, "v41", rows, [(Layout.of(5120), Layout.of(2304))])
 
 
 if __name__ == "__main__":

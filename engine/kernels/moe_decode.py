@@ -169,7 +169,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
                         tl.store(at + part * 8, 0.0, mask=empty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
 def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order, tiles, num_tiles,
                     weights, experts, T, limit, shared_programs, CHOICES: tl.constexpr,
                     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
@@ -253,7 +253,8 @@ class Layout:
         if INTERPRETED:
             return 3
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return self.resident * int(device.multi_processor_count)
+        count: int = device.multi_processor_count
+        return self.resident * count
 
 
 def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:
@@ -261,7 +262,7 @@ def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, share
     experts = routed.shape[0]
     touched = experts * (1.0 - (1.0 - 1.0 / experts) ** pairs)
     ours = shared.nbytes * triton.cdiv(rows, DECODE_TILE)
-    part = ours / (ours + routed.nbytes / experts * touched)
+    part: float = ours / (ours + routed.nbytes / experts * touched)
     return min(max(round(programs * part), 1), programs - 1)
 
 

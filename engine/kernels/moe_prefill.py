@@ -83,7 +83,7 @@ def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
 
     bfloat16 comes out times 2**-16, which keeps the factors finite.
     """
-    narrow: tl.constexpr = DTYPE == tl.bfloat16
+    narrow: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
     if narrow and not _INTERPRETED:
         factor = ((scale.to(tl.int16) + (110 if FP4 else 104)) << 7).to(tl.bfloat16, bitcast=True)
         if FP4:
@@ -211,7 +211,7 @@ def _tile(data, scale, x, out, order, weights, experts, first, count, block, T, 
         _store_rows(out, hidden, target, column, valid, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # no new kernel for every number of rows
 def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, num_tiles, weights,
                     experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                     WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr,

@@ -309,7 +309,7 @@ def _is_last(counter, programs):
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "most"])
 def _router_kernel(x, gate, logits, counter, bias, image, image_bias, table, ids, seq, slots,
                    experts, weights, order, tiles, num_tiles, scratch, T, most, scaling,
                    E: tl.constexpr, D: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
@@ -328,7 +328,7 @@ def _router_kernel(x, gate, logits, counter, bias, image, image_bias, table, ids
             _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "most"])
 def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, slots, experts,
                    weights, order, tiles, num_tiles, scratch, T, most, scaling, E: tl.constexpr,
                    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SPLITS: tl.constexpr,
@@ -344,7 +344,7 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
             _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "most"])
 def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constexpr,
                   PAIRS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     _group(experts, order, tiles, num_tiles, scratch, pairs, most, E, PAIRS, TILE)
