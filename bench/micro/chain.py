@@ -58,9 +58,9 @@ def main() -> None:
             us = replayed_us(calls)
             share = nbytes / (us * 1e-6) / BANDWIDTH
             how = "overlapping" if on else "one by one"
-            print(f"dense half of a layer, T {rows:2}: {us:7.1f} us {share:4.0%} {how}")
+            print(f"dense half of a layer, T {rows:2}: {us:7.1f} us {share:4.0%} {how}", flush=True)
         same = all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
-        print(f"  bitwise equal: {same}")
+        print(f"  bitwise equal: {same}", flush=True)
 
 
 if __name__ == "__main__":

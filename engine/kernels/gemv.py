@@ -29,6 +29,8 @@ _PROGRAMS = 264
 STAGES = 4
 WARPS = 4
 _MAX_JOBS = 4
+#: Most shares of K, and what a kernel adds up, so that one kernel serves any number of shares.
+_MOST_SHARES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,23 +200,24 @@ def _job(
     K,
     stride,
     rows_of_group,
+    split,
     share,
     HOPPER: tl.constexpr,
     OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """One program of one product: a tile of the result, over one share of K."""
     tiles = tl.cdiv(N, BN)
-    tile = program // SPLIT
-    part = program % SPLIT
+    tile = program // split
+    part = program % split
     n0 = tile % tiles * BN
     t0 = tile // tiles * BT
     first = part * share
@@ -231,29 +234,31 @@ def _job(
     )  # fmt: skip
     t = t0 + tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
-    if SPLIT == 1 and not PARTS:
-        _finish(acc, out, n, t, T, N, GROUP)
-        return
     inside = (t < T)[:, None] & (n < N)[None, :]
-    own = (t[:, None] * SPLIT).to(tl.int64) * N + n[None, :]
+    own = (t[:, None] * split).to(tl.int64) * N + n[None, :]
     if PARTS:
         tl.store(out + own + part * N, acc, mask=inside)
-        return
-    tl.store(scratch + own + part * N, acc, mask=inside)
-    # All threads' stores come before the count that says they are there.
-    tl.debug_barrier()
-    done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-    if done == SPLIT - 1:
-        total = tl.load(scratch + own, mask=inside, other=0.0, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLIT):
-            total += tl.load(
-                scratch + own + other * N, mask=inside, other=0.0, cache_modifier=".cg"
-            )
-        _finish(total, out, n, t, T, N, GROUP)
-        tl.store(counters + tile, 0)
+    elif split == 1:
+        _finish(acc, out, n, t, T, N, GROUP)
+    else:
+        tl.store(scratch + own + part * N, acc, mask=inside)
+        # All threads' stores come before the count that says they are there.
+        tl.debug_barrier()
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        if done == split - 1:
+            total = tl.load(scratch + own, mask=inside, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, MOST):
+                total += tl.load(
+                    scratch + own + other * N,
+                    mask=inside & (tl.full((1, 1), other, tl.int32) < split),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+            _finish(total, out, n, t, T, N, GROUP)
+            tl.store(counters + tile, 0)
 
 
-@triton.jit(do_not_specialize=["ends", "T"])
+@triton.jit(do_not_specialize=["ends", "T", "splits"])
 def _gemv(
     xs,
     ws,
@@ -267,24 +272,26 @@ def _gemv(
     Ks,
     strides,
     group_rows,
+    splits,
     shares,
     HOPPER: tl.constexpr,
     OVERLAP: tl.constexpr,
     BT: tl.constexpr,
     STAGES: tl.constexpr,
+    MOST: tl.constexpr,
     FORMS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bn, bk, split)."""
+    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bn, bk)."""
     program = tl.program_id(0)
     first = 0
     for j in tl.static_range(len(TILES)):
         if (program >= first) & (program < ends[j]):
             _job(
                 xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
-                T, Ns[j], Ks[j], strides[j], group_rows[j], shares[j],
-                HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], TILES[j][2], FORMS[j][3],
-                BT, TILES[j][0], TILES[j][1], STAGES,
+                T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
+                HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3],
+                BT, TILES[j][0], TILES[j][1], STAGES, MOST,
             )  # fmt: skip
         first = ends[j]
 
@@ -313,7 +320,7 @@ def choose(job: Job, programs: int = _PROGRAMS) -> Config:
         bn = min(bn, n // job.groups)
     tiles = -(-n // bn) * -(-rows // _rows_per_program(rows))
     split = max(1, min(programs // tiles, -(-k // bk) // 4))
-    return Config(bn, bk, split)
+    return Config(bn, bk, min(split, _MOST_SHARES))
 
 
 _COUNTERS: dict[torch.device, Tensor] = {}
@@ -373,13 +380,15 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps
         tuple(job.w.shape[1] for job in jobs),
         tuple(job.x.stride(0) for job in jobs),
         tuple(job.w.shape[0] // job.groups for job in jobs),
+        tuple(config.split for config in configs),
         tuple(shares),
         HOPPER=is_hopper(device),
         OVERLAP=overlaps(device),
         BT=bt,
         STAGES=stages,
+        MOST=_MOST_SHARES,
         FORMS=tuple(forms),
-        TILES=tuple((c.bn, c.bk, c.split) for c in configs),
+        TILES=tuple((config.bn, config.bk) for config in configs),
         num_warps=warps,
         launch_pdl=overlaps(device),
     )

@@ -271,7 +271,7 @@ def _coefficients(
         for j in tl.static_range(S):
             c = _with(c, powers[j] / total + hc_eps)
     c = _divided(c, hc_eps, 1, S)
-    for _ in tl.static_range(ITERATIONS - 1):
+    for _ in range(ITERATIONS - 1):
         c = _divided(c, hc_eps, S, S)
         c = _divided(c, hc_eps, 1, S)
     for i in tl.static_range(S * S):

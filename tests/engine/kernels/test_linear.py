@@ -181,7 +181,7 @@ def test_the_attention_output_equals_its_twin(group, rows, dtype):
 
 @settings(max_examples=15)
 @given(
-    split=st.integers(1, 6),
+    split=st.integers(1, 5),
     rows=st.integers(1, 20),
     bn=st.sampled_from([32, 64, 128]),
     parts=st.booleans(),
@@ -201,13 +201,18 @@ def test_any_split_gives_the_same_product(split, rows, bn, parts, seed):
     assert not gemv._counters(x.device).any()
 
 
+def shifted(codes: Tensor) -> Tensor:
+    """Rows of FP8 codes moved up by one."""
+    return codes.view(torch.uint8).roll(1, 0).view(codes.dtype)
+
+
 FAULTS = {
     "scales transposed": lambda x, w: (x, Matrix("fp8", w.data, w.scale.t().contiguous(), w.block)),
     "a scale off by one": lambda x, w: (x, Matrix("fp8", w.data, w.scale + 1, w.block)),
     "input not rounded": lambda x, w: (x * 1.01, w),
     "a row of the weight missing": lambda x, w: (
         x,
-        Matrix("fp8", w.data.roll(1, 0), w.scale, w.block),
+        Matrix("fp8", shifted(w.data), w.scale, w.block),
     ),
     "the last columns left out": lambda x, w: (
         torch.cat((x[:, :-32], torch.zeros_like(x[:, -32:])), 1),
@@ -226,41 +231,37 @@ def test_the_comparison_sees_a_planted_fault(fault):
 
 # ---------------------------------------------------------------- real shapes
 
-REAL = {
-    "wq_a_wkv": (1536, 4096, 128),
-    "wq_b": (32768, 1024, 128),
-    "wo_b": (4096, 8192, 128),
-    "v41 wq_a_wkv": (1792, 5120, 32),
-    "v41 wo_b": (5120, 8192, 32),
-    "odd": (1000, 1056, 32),
-}
+
+def random_codes(n: int, k: int, block: int) -> Matrix:
+    """A random FP8 weight made where it lies; its rows are of like size."""
+    generator = torch.Generator(DEVICE).manual_seed(n)
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=DEVICE, generator=generator)
+    shape = -(-n // block), -(-k // block)
+    scale = torch.randint(118, 122, shape, dtype=torch.uint8, device=DEVICE, generator=generator)
+    return Matrix("fp8", (codes & 0xBF).view(torch.float8_e4m3fn), scale, block)
+
+
+REAL = {"wq_a_wkv": (1536, 4096, 128), "v41 wo_b": (5120, 8192, 32), "odd": (1000, 1056, 32)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64, 300])
+@pytest.mark.parametrize("rows", [1, 33, 64, 300])
 def test_real_shapes_equal_their_twins(name, rows):
     """A product of a real shape differs from the float32 twin's by more than bfloat16's rounding."""
     n, k, block = REAL[name]
-    x, w = normal(rows, k, dtype=torch.bfloat16), matrix(f"fp8 {block}", n, k)
-    exact = linear.linear_torch(x.float(), w, act_group=block)
-    assert difference(linear.linear_triton(x, w, act_group=block), exact) < 5e-3
-    parts = linear.linear_parts_triton(x, w, act_group=block)
-    assert difference(parts.float().sum(1), exact) < 5e-3
+    x, w = normal(rows, k, dtype=torch.bfloat16), random_codes(n, k, block)
+    exact = linear.linear_torch(x.float(), w)
+    assert difference(linear.linear_triton(x, w), exact) < 5e-3
+    assert difference(linear.linear_parts_triton(x, w).float().sum(1), exact) < 5e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 64, 300])
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize(("rows", "block"), [(1, 128), (64, 128), (16, 32), (300, 128)])
 def test_real_attention_output_equals_its_twin(block, rows):
     """wo_a and wo_b at real widths differ from the twin's."""
     o = normal(rows, 32768, dtype=torch.bfloat16)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    shape = (8192, 4096)
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE, generator=generator)
-    scale = torch.full((8192 // block, 4096 // block), 120, dtype=torch.uint8, device=DEVICE)
-    wo_a = Matrix("fp8", (codes & 0xBF).view(torch.float8_e4m3fn), scale, block)
-    wo_b = matrix(f"fp8 {block}", 4096, 8192)
+    wo_a, wo_b = random_codes(8192, 4096, block), random_codes(4096, 8192, block)
     got = linear.attention_output_triton(o, wo_a, wo_b, 8, act_group=block).float().sum(1)
     twin = linear.attention_output_torch(o, wo_a, wo_b, 8, act_group=block).float().sum(1)
     assert difference(got, twin) < 1e-2
@@ -269,7 +270,7 @@ def test_real_attention_output_equals_its_twin(block, rows):
 @pytest.mark.gpu
 def test_replays_of_a_graph_are_bitwise_equal():
     """Split products differ between replays, or between replay and eager."""
-    x, w = normal(4, 4096, dtype=torch.bfloat16), matrix("fp8 128", 1536, 4096)
+    x, w = normal(4, 4096, dtype=torch.bfloat16), random_codes(1536, 4096, 128)
     eager = linear.linear_triton(x, w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -247,8 +247,7 @@ def test_the_comparison_sees_a_planted_fault(fault):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 9, 16, 64, 257, 2048])
-@pytest.mark.parametrize("width", [4096, 5120])
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (4, 5120), (64, 4096), (2048, 4096)])
 def test_real_shapes_equal_their_twins(width, rows):
     """A turn at a real width differs from the twin's by more than bfloat16's rounding."""
     s = site(rows, width, torch.bfloat16)
