@@ -130,7 +130,7 @@ def _plan(args: argparse.Namespace) -> int:
     host = container_memory() if args.host_gb is None else int(args.host_gb * 1e9)
     on_gpu = args.gpu_gb is not None
     budget = int(args.gpu_gb * 1e9) if on_gpu else host
-    plan = plan_memory(config, options, itemsize=2 if on_gpu else 4, budget=budget)
+    plan = plan_memory(config, options, itemsize=2 if on_gpu else 4, budget=budget, packed=on_gpu)
     source = "--host-gb" if args.host_gb is not None else "the container's limit"
     limit = "no limit known, give --host-gb" if host is None else f"{host:,} bytes, {source}"
     print(f"device    {f'GPU, {budget:,} bytes, --gpu-gb' if on_gpu else f'CPU, {limit}'}")
@@ -139,7 +139,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: MemoryPlan) -> int:
-    for owner in ("weights", "slots", "blocks", "host"):
+    for owner in ("weights", "slots", "blocks", "steps", "host"):
         items = [item for item in plan.items if item.owner == owner]
         total = sum(item.nbytes for item in items)
         print(f"{owner:<30}{total:>18,}")

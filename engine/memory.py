@@ -1,9 +1,9 @@
 """Who gets what memory and why, before anything is loaded: `bathyal engine plan`.
 
-Figures are those of this engine as it stands: weights are held dequantised, every request and every
-snapshot has a slot of fixed size, and blocks grow with the tokens in memory. Pool sizes come from
-the table that the pools are made of (engine.plan.layout), so they are exact; so are those of the
-weights. Loads no torch.
+Every request and every snapshot has a slot of fixed size, and blocks grow with the tokens in memory.
+Weights are held dequantised by the reference runner, and as the checkpoint packs them by the fast
+one, which has static buffers for decode steps beside them. Pool sizes come from the table that the
+pools are made of (engine.plan.layout), so they are exact; so are those of the weights. Loads no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import ModelConfig
-from engine.model.names import part, tensor_specs
-from engine.options import EngineConfig
+from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, part, tensor_specs
+from engine.options import EngineConfig, buckets_up_to
 from engine.plan.layout import Group, PoolTensor, pool_tensors
 
 #: Share of a budget that is left to activations, the allocator and kernels. A rule of thumb.
@@ -44,7 +44,8 @@ class Item:
     """One owner of memory.
 
     Args:
-        owner: "weights", "slots" or "blocks"; "host" for what stays out of the device's budget.
+        owner: "weights", "slots", "blocks" or "steps"; "host" for what stays out of the device's
+            budget.
         what: which part.
         nbytes: its size.
         why: where the size comes from.
@@ -122,7 +123,12 @@ def container_memory(files: Iterable[Path] = LIMIT_FILES) -> int | None:
 
 
 def plan_memory(
-    config: ModelConfig, options: EngineConfig, *, itemsize: int, budget: int | None
+    config: ModelConfig,
+    options: EngineConfig,
+    *,
+    itemsize: int,
+    budget: int | None,
+    packed: bool = False,
 ) -> MemoryPlan:
     """Work out what the engine allocates for a model.
 
@@ -131,6 +137,7 @@ def plan_memory(
         options: how it will be run; max_model_len None plans for the model's own context.
         itemsize: bytes of an element of the engine's dtype, 2 for bfloat16, 4 for float32.
         budget: bytes of the device.
+        packed: whether the fast runner will serve it.
 
     Raises:
         EngineError: the options do not fit the model.
@@ -138,7 +145,9 @@ def plan_memory(
     context = options.resolve_max_model_len(config.max_position_embeddings)
     num_blocks = options.resolve_num_blocks(context)
     parts = list(pool_tensors(config, options.block_size))
-    items = (*_weights(config, itemsize), *_pools(parts, options, num_blocks, itemsize))
+    weights = _packed_weights(config, itemsize) if packed else _weights(config, itemsize)
+    steps = _steps(config, options, context) if packed else ()
+    items = (*weights, *_pools(parts, options, num_blocks, itemsize, packed=packed), *steps)
     return MemoryPlan(
         items=items,
         budget=budget,
@@ -175,8 +184,74 @@ def _weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:
         yield Item("host", "Engram tables", tables, "mapped from disk, read row by row")
 
 
+def _packed_weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:
+    """Weights as engine.model.packed holds them; official checkpoints pack linears and experts."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    tensors: defaultdict[str, int] = defaultdict(int)
+    for name, spec in tensor_specs(config).items():
+        # Multiplied into others at load: scales of streams, and one of Engram's gate weights.
+        if spec.unused or name.endswith(("_scale", ".k_weight")):
+            continue
+        sizes[part(name)] += _packed_size(config, name, spec, itemsize)
+        tensors[part(name)] += 1
+    block = config.weight_block_size
+    how = "FP8 linears, FP4 experts, with their scales" if block else "plain"
+    for what, nbytes in sorted(sizes.items(), key=lambda pair: -pair[1]):
+        yield Item("weights", what, nbytes, f"{tensors[what]:,} tensors; {how}")
+
+
+def _packed_size(config: ModelConfig, name: str, spec: TensorSpec, itemsize: int) -> int:
+    size, block = math.prod(spec.shape), config.weight_block_size
+    if spec.role == "table":
+        return size + size // TABLE_GROUP if config.is_quantised else 2 * size
+    if spec.role == "ids":
+        return 4 * size
+    if name.endswith("indexer.weights_proj.weight"):
+        # Scaled at load; in bfloat16 only where the scale is a power of two.
+        exact = math.log2(config.index_head_dim * config.index_n_heads) % 2 == 0
+        return size * (itemsize if exact else 4)
+    is_matrix = len(spec.shape) == 2 and name.endswith(".weight")
+    if block is None or spec.role not in ("linear", "expert"):
+        return size * (itemsize if is_matrix else 4)
+    if spec.role == "expert":
+        return size // 2 + size // FP4_GROUP
+    rows, columns = spec.shape
+    return size + -(-rows // block) * -(-columns // block)
+
+
+def _steps(config: ModelConfig, options: EngineConfig, context: int) -> Iterator[Item]:
+    """What captured decode steps read and write beside the pools (engine.device.buffers)."""
+    buckets = buckets_up_to(options.max_num_seqs)
+    rows = buckets[-1]
+    blocks, words = -(-context // options.block_size), -(-config.vocab_size // 32)
+    small = 8 + 4 + 4 + 4 + 8 + 8 + 8 + 4 + 2 * 8 + 4 + 4
+    yield Item(
+        "steps",
+        "input and results",
+        rows * (4 * blocks + 4 * words + small) + 8,
+        f"{rows} rows: block table, token mask, sampling",
+    )
+    yield Item(
+        "steps",
+        "logits",
+        sum(buckets) * config.vocab_size * 4,
+        f"float32 of {', '.join(map(str, buckets))} rows",
+    )
+    yield Item(
+        "steps",
+        "rotary tables",
+        2 * context * config.qk_rope_head_dim * 4,
+        f"cosines and sines of {context:,} positions, for two bases",
+    )
+
+
 def _pools(
-    parts: list[PoolTensor], options: EngineConfig, num_blocks: int, itemsize: int
+    parts: list[PoolTensor],
+    options: EngineConfig,
+    num_blocks: int,
+    itemsize: int,
+    *,
+    packed: bool,
 ) -> Iterator[Item]:
     running, snapshots = options.max_num_seqs, options.resolve_max_snapshots()
     slots = f"({running} requests + {snapshots} snapshots + 1 spare)"
@@ -189,7 +264,12 @@ def _pools(
         if not each:
             continue
         count = num_blocks + 1 if same[0].per_block else options.resolve_num_slots()
-        owner = "blocks" if same[0].per_block else "host" if group == "history" else "slots"
+        owner = "blocks" if same[0].per_block else "slots"
+        if group == "history":
+            if packed:  # a ring of one more, on the device
+                each += each // same[0].shape[0]
+            else:
+                owner = "host"
         why = f"{each:,} bytes x {blocks if owner == 'blocks' else slots}"
         if group != "history":
             why = f"layers {', '.join(str(tensor.layer) for tensor in same)}: {why} each"

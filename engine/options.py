@@ -7,6 +7,7 @@ build it in a process that serves another backend.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,8 @@ DEFAULT_POOL_TOKENS = 65_536
 BATCHED_TOKENS = 512
 GPU_BATCHED_TOKENS = 8192
 GPU_MIXED_TOKENS = 1024
+#: Rows of decode steps that the fast runner prepares; others run in the next larger one.
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
 
@@ -265,6 +268,13 @@ def rule_of(name: str) -> Rule:
     """
     found: Rule = _RULES[name]
     return found
+
+
+def buckets_up_to(most: int, buckets: Sequence[int] = DECODE_BUCKETS) -> tuple[int, ...]:
+    """Buckets needed for up to `most` rows: those below, and the first that holds them."""
+    ordered = sorted(buckets)
+    below = [bucket for bucket in ordered if bucket < most]
+    return (*below, *ordered[len(below) : len(below) + 1])
 
 
 def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -15,13 +15,12 @@ import torch
 from engine.api import EngineError
 from engine.config import ModelConfig
 from engine.device.fast_runner import FastRunner
-from engine.device.graphs import BUCKETS
 from engine.device.kvpool import KVPool
 from engine.device.refusals import Gpu, check_fast
 from engine.device.runner import ModelRunner
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import load_fast_model
-from engine.options import EngineConfig, usable_cores
+from engine.options import DECODE_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
 from engine.plan.replay import Replay
 from engine.resolve import Facts, Resolved, resolve
@@ -195,7 +194,7 @@ def _fast(
     if device.type == "cuda":
         gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     has_triton = importlib.util.find_spec("triton") is not None
-    check_fast(config, options, gpu, has_triton=has_triton, buckets=BUCKETS)
+    check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
     replay = Replay(None, options.prefill, ("the fast runner processes prompts by every layer",))
     assert options.max_model_len is not None
     begin = time.perf_counter()

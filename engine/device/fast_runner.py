@@ -31,7 +31,7 @@ from torch import Tensor
 from engine.api import SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch
-from engine.device.graphs import BUCKETS, GraphCache
+from engine.device.graphs import GraphCache
 from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
 from engine.device.prompt_pass import PromptPass, StepModel
@@ -40,6 +40,7 @@ from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
+from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class FastRunner:
         max_num_seqs: int,
         captures: bool = False,
         looks_ahead: bool = True,
-        buckets: Sequence[int] = BUCKETS,
+        buckets: Sequence[int] = DECODE_BUCKETS,
     ) -> None:
         self.looks_ahead = looks_ahead
         self.policy = SlicePolicy()
@@ -109,7 +110,7 @@ class FastRunner:
         self._pool = pool
         self._device = device
         self._feed = feed_triton if model.ops.name == "triton" else feed_torch
-        buckets = _buckets_up_to(max_num_seqs, buckets)
+        buckets = buckets_up_to(max_num_seqs, buckets)
         self._buffers = DecodeBuffers(
             num_rows=buckets[-1],
             max_model_len=max_model_len,
@@ -379,10 +380,3 @@ class FastRunner:
                 self._lanes.clear()
         except Exception:
             logger.exception("the device does not answer after a fault")
-
-
-def _buckets_up_to(most: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Buckets that are needed for up to `most` rows: those below, and the first that is enough."""
-    ordered = sorted(buckets)
-    kept = [bucket for bucket in ordered if bucket < most]
-    return (*kept, *ordered[len(kept) : len(kept) + 1])

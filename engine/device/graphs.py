@@ -23,8 +23,6 @@ from engine.api import EngineError
 from engine.device.seals import Seals
 from engine.kernels.ops import Ops
 
-#: Rows of decode steps that have a graph of their own.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: Runs before a capture: kernels are compiled and libraries make their workspaces.
 WARM_UPS = 2
 

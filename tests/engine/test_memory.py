@@ -16,10 +16,13 @@ from engine import TINY_CHECKPOINT
 from engine.cli import main
 from engine.config import ModelConfig
 from engine.core import load_engine
+from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.memory import RESERVE, MemoryPlan, container_memory, plan_memory
 from engine.model.checkpoint import load_model
 from engine.model.engram import EngramTable
+from engine.model.fast import FastModel
+from engine.model.packed import _tensors
 from engine.options import EngineConfig
 from tests.engine.model import build
 
@@ -65,6 +68,50 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, EngramTable):
         for field in dataclasses.fields(value):
             yield from tensors(getattr(value, field.name))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("v4", torch.float32), ("v4", torch.bfloat16), ("v41", torch.bfloat16)],
+)
+def test_the_fast_runner_holds_what_is_planned(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Packed weights, pools and static buffers agree with the plan to the byte."""
+    packed = dtype == torch.bfloat16
+    sizes = {"hidden_size": 128, "q_lora_rank": 128, "head_dim": 128, "moe_intermediate_size": 128}
+    config = getattr(build, name)(quantised=packed, **sizes)
+    path = build.write(tmp_path / "model", config, storage="fp4" if packed else "f32")
+    options = EngineConfig(
+        device="cpu",
+        dtype="bfloat16" if packed else "float32",
+        runner="fast",
+        block_size=32,
+        num_blocks=5,
+        max_num_seqs=3,
+        max_snapshots=3,
+        max_model_len=100,
+    )
+    runner = load_engine(path, options)._runner
+    assert isinstance(runner, FastRunner)
+
+    plan = plan_memory(
+        ModelConfig.from_file(path), options, itemsize=dtype.itemsize, budget=None, packed=True
+    )
+
+    model = runner._model
+    assert isinstance(model, FastModel)
+    held = {id(tensor): tensor.nbytes for tensor in _tensors(model.weights)}
+    assert of(plan, "weights") == sum(held.values())
+    assert of(plan, "slots", "blocks") == runner._pool.nbytes
+    buffers = runner._buffers
+    inputs = [*buffers.tensors().values(), buffers._rows, buffers._ones]
+    steps = {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+    assert steps["input and results"] == sum(tensor.nbytes for tensor in inputs)
+    assert steps["rotary tables"] == sum(table.nbytes for table in model._rope)
+    logits = sum(runner.graphs.run(bucket).nbytes for bucket in runner.graphs.buckets)
+    assert steps["logits"] == logits
+    assert of(plan, "host") == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,7 +191,7 @@ def test_the_command_says_who_gets_what(
         "compressed entries, ratio 2",
         "compressed entries, ratio 1",
         "index keys, ratio 1",
-        "Engram tables",
+        "Engram",
         "n-gram history",
     ):
         assert what in out

@@ -12,12 +12,13 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from engine.api import EngineError
-from engine.device.graphs import BUCKETS, Captured, GraphCache, check_coverage
+from engine.device.graphs import Captured, GraphCache, check_coverage
 from engine.device.seals import SealError, Seals
 from engine.kernels.ops import ops
+from engine.options import DECODE_BUCKETS
 
 
-def make(name: str, used: str | None, buckets: tuple[int, ...] = BUCKETS) -> GraphCache:
+def make(name: str, used: str | None, buckets: tuple[int, ...] = DECODE_BUCKETS) -> GraphCache:
     """A cache whose steps call one operation of a table, `used` saying whose."""
 
     def linear_triton(x: Tensor) -> Tensor:
@@ -42,9 +43,9 @@ def test_the_smallest_bucket_that_holds_the_rows(count: int) -> None:
     """No smaller bucket would do, and none is larger than needed."""
     bucket = make("torch", None).bucket_for(count)
 
-    assert bucket in BUCKETS
+    assert bucket in DECODE_BUCKETS
     assert bucket >= count
-    assert not any(count <= other < bucket for other in BUCKETS)
+    assert not any(count <= other < bucket for other in DECODE_BUCKETS)
 
 
 def test_more_rows_than_any_bucket_has_are_a_fault() -> None:

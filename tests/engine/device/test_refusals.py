@@ -10,9 +10,8 @@ import pytest
 
 from engine.api import EngineError
 from engine.config import ModelConfig
-from engine.device.graphs import BUCKETS
 from engine.device.refusals import Gpu, check_fast
-from engine.options import EngineConfig
+from engine.options import DECODE_BUCKETS, EngineConfig
 from tests.engine.model import build
 
 CONFIG = ModelConfig.from_dict(build.v41())
@@ -28,7 +27,7 @@ def check(
     gpu: Gpu | None = H200,
     *,
     has_triton: bool = True,
-    buckets: Sequence[int] = BUCKETS,
+    buckets: Sequence[int] = DECODE_BUCKETS,
 ) -> None:
     check_fast(config, options, gpu, has_triton=has_triton, buckets=buckets)
 
