@@ -166,13 +166,19 @@ def test_fixtures_become_cases(tmp_path: Path) -> None:
         "tags": [],
     }
     other = fixture | {"id": "x/y", "models": ["org/Other"]}
-    lines = b"\n".join(map(orjson.dumps, (fixture, other)))
+    refused = {k: v for k, v in fixture.items() if k != "expected"}
+    refused |= {"id": "deepseek/cut", "expected_error": "no end"}
+    quoting = fixture | {"id": "deepseek/quote", "expected": {"content": "<｜DSML｜ calls>"}}
+    lines = b"\n".join(map(orjson.dumps, (fixture, other, refused, quoting)))
     (tmp_path / "f.jsonl").write_bytes(lines)
     out = tmp_path / "cases.json"
 
-    assert canitoolcall.convert(tmp_path, out) == 1
+    assert canitoolcall.convert(tmp_path, out) == 3
     assert "Somebody (MIT)" in orjson.loads(out.read_bytes())["notice"]
-    assert [c for c in load.load_cases([out]) if c.id == "imported/canitoolcall/some-call"]
+    cases = {c.id.split("/")[-1]: c for c in load.load_cases([out]) if "imported" in c.id}
+    assert set(cases) == {"some-call", "cut", "quote"}
+    assert cases["cut"].expect[-1] == {"finish": "length"}
+    assert (cases["some-call"].exempt, set(cases["quote"].exempt)) == ({}, {"leak/dsml"})
     (tmp_path / "f.jsonl").write_text("{broken")
     with pytest.raises(canitoolcall.FixtureError, match=":1:"):
         canitoolcall.convert(tmp_path, out)
