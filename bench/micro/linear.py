@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -82,23 +82,21 @@ CASES = (
     Case("head", lambda: [plain(129280, 4096)], 4096, out=(torch.float32,)),
     Case("wo_a 32", lambda: [fp8(8192, 4096, 32)], 8 * 4096, groups=8, out_group=32),
 )
-#: (bn of fp8, bn of plain, programs aimed at, stages, warps) tried beside the shipped tiling.
-TILINGS = ((128, 128, 264, 4, 4), (64, 64, 528, 5, 4))
+#: (bn of fp8, bn of plain, most shares of K, stages or 0 for the shipped) tried beside it.
+TILINGS = ((128, 128, 8, 0), (64, 64, 8, 0), (128, 64, 8, 6), (128, 64, 4, 0))
 
 
-def tilings(case: Case, jobs: list[gemv.Job]) -> list[tuple[str, list[gemv.Config], int, int]]:
-    """Configurations of all jobs of a case: (label, configs, stages, warps), the shipped one first."""
-    found = [("*", [gemv.choose(job) for job in jobs], gemv.STAGES, gemv.WARPS)]
-    for bn8, bn16, programs, stages, warps in TILINGS:
+def tilings(case: Case, jobs: list[gemv.Job]) -> list[tuple[str, list[gemv.Config]]]:
+    """Configurations of all jobs of a case, the shipped one first."""
+    found = [("*", [gemv.choose(job) for job in jobs])]
+    for bn8, bn16, most, stages in TILINGS:
         configs = []
         for job in jobs:
             base = gemv.choose(job)
-            bn = bn8 if job.w.kind == "fp8" else bn16
-            tiles = -(-job.w.shape[0] // max(bn, job.out_group)) * -(-len(job.x) // 32)
-            steps = -(-job.w.shape[1] // base.bk)
-            split = max(1, min(programs // tiles, steps // 4, 8))
-            configs.append(gemv.Config(max(bn, job.out_group), base.bk, split))
-        found.append((f"bn {bn8}/{bn16} programs {programs}", configs, stages, warps))
+            bn = max(bn8 if job.w.kind == "fp8" else bn16, job.out_group)
+            split = min(base.split * bn // base.bn if bn > base.bn else base.split, most)
+            configs.append(gemv.Config(base.bt, bn, base.bk, split, stages or base.stages))
+        found.append((f"bn {bn8}/{bn16} shares {most}", configs))
     return found
 
 
@@ -121,17 +119,17 @@ def decode(quick: bool) -> None:
         for rows in (1, 64):
             x = torch.randn(rows, case.width, device=DEVICE, dtype=torch.bfloat16)
             options = tilings(case, case.jobs(x, first, 1))
-            for label, configs, stages, warps in options[:1] if quick else options:
+            for label, configs in options[:1] if quick else options:
                 calls = []
                 for weights in sets:
                     jobs = case.jobs(x, weights, configs[0].split)
-                    calls.append(partial(gemv.launch, jobs, configs, stages=stages, warps=warps))
+                    calls.append(partial(gemv.launch, jobs, configs))
                 us = replayed_us(calls, repeats=8)
                 share = nbytes / (us * 1e-6) / BANDWIDTH
-                shape = [(c.bn, c.bk, c.split) for c in configs]
+                shape = [astuple(c) for c in configs]
                 print(
                     f"{case.name:11} T {rows:3} {us:8.2f} us {share:5.0%} of read bandwidth"
-                    f"  {label:28} {shape} stages {stages} warps {warps}",
+                    f"  {label:24} {shape}",
                     flush=True,
                 )
         del sets

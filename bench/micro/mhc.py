@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from engine.kernels import mhc
 
 DEVICE = "cuda"
 STREAMS, WIDTH = 4, 4096
-MIXING = {"eps": 1e-6, "hc_eps": 1e-6, "iterations": 20, "act_group": 128}
+MIXING: dict[str, Any] = {"eps": 1e-6, "hc_eps": 1e-6, "iterations": 20, "act_group": 128}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Inputs:
     def turn(self, cuts: tuple[mhc.Tiling, ...] | None) -> mhc.HcIn:
         """`hc_turn` with a tiling of choice."""
         mixed, sums = mhc._mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cuts)
-        return mhc._opened(mixed, sums, self.base, self.norm, None, **MIXING)  # type: ignore[arg-type]
+        return mhc._opened(mixed, sums, self.base, self.norm, None, **MIXING)
 
     def close(self, cuts: tuple[mhc.Tiling, ...] | None) -> Tensor:
         """The first kernel alone."""
@@ -70,8 +71,8 @@ def check() -> None:
     for rows in (1, 64):
         i = Inputs.make(rows)
         args = i.streams, i.parts, i.post, i.comb, i.fn, i.base, i.norm, None
-        mixed, opened = mhc.hc_turn_triton(*args, **MIXING)  # type: ignore[arg-type]
-        other, twin = mhc.hc_turn_torch(*args, **MIXING)  # type: ignore[arg-type]
+        mixed, opened = mhc.hc_turn_triton(*args, **MIXING)
+        other, twin = mhc.hc_turn_torch(*args, **MIXING)
         errors = {
             name: float((getattr(opened, name).float() - getattr(twin, name).float()).abs().max())
             for name in ("x", "xq", "pre", "post", "comb")

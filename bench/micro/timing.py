@@ -31,9 +31,9 @@ def replayed_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> flo
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()

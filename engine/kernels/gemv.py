@@ -25,9 +25,7 @@ from engine.kernels.triton_compat import cast, dot, tl, triton
 MAX_ROWS = 64
 #: Programs that keep the memory of an H200 busy.
 _PROGRAMS = 264
-#: Of the software pipeline, and warps per program.
-STAGES = 4
-WARPS = 4
+_WARPS = 4
 _MAX_JOBS = 4
 #: Most shares of K, and what a kernel adds up, so that one kernel serves any number of shares.
 _MOST_SHARES = 8
@@ -57,14 +55,18 @@ class Config:
     """Tiling of one job.
 
     Args:
+        bt: rows per program.
         bn: columns of the result per program.
         bk: columns of the weight per step.
         split: shares of K.
+        stages: of the software pipeline.
     """
 
+    bt: int
     bn: int
     bk: int
     split: int
+    stages: int
 
 
 # ---------------------------------------------------------------- Triton
@@ -276,13 +278,11 @@ def _gemv(
     shares,
     HOPPER: tl.constexpr,
     OVERLAP: tl.constexpr,
-    BT: tl.constexpr,
-    STAGES: tl.constexpr,
     MOST: tl.constexpr,
     FORMS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bn, bk)."""
+    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bt, bn, bk, stages)."""
     program = tl.program_id(0)
     first = 0
     for j in tl.static_range(len(TILES)):
@@ -291,7 +291,7 @@ def _gemv(
                 xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
                 T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
                 HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3],
-                BT, TILES[j][0], TILES[j][1], STAGES, MOST,
+                TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], MOST,
             )  # fmt: skip
         first = ends[j]
 
@@ -299,28 +299,28 @@ def _gemv(
 # ---------------------------------------------------------------- launch
 
 
-def _rows_per_program(rows: int) -> int:
-    return 16 if rows <= 16 else 32
-
-
-def choose(job: Job, programs: int = _PROGRAMS) -> Config:
+def choose(job: Job) -> Config:
     """Tiling of a job, from host shapes alone: a table by class of shape.
 
     Args:
         job: the product.
-        programs: how many should run at once.
     """
     n, k = job.w.shape
     rows = job.x.shape[0]
-    scaled = job.w.kind == "fp8"
-    # 128 bytes of a weight's row per step; a block's scale must not change within a step.
-    bk = min(128, job.w.block) if scaled else 128 // job.w.data.element_size()
-    bn = 128 if scaled else 64
+    bt = 16 if rows <= 16 else 32
+    if job.w.kind == "fp8":
+        # A block's scale must not change within a step; 48 KiB of weights are on their way.
+        bk = min(128, job.w.block)
+        bn, stages, programs = (128, 4, _PROGRAMS) if bk == 128 else (128, 10, 2 * _PROGRAMS)
+    else:
+        bn, bk, stages, programs = 64, 128 // job.w.data.element_size(), 4, _PROGRAMS
+        # Nothing is unpacked in registers, so that 64 rows fit: weights are read once.
+        bt = 64 if rows > 32 and bk == 64 else bt
     if job.groups > 1:
         bn = min(bn, n // job.groups)
-    tiles = -(-n // bn) * -(-rows // _rows_per_program(rows))
-    split = max(1, min(programs // tiles, -(-k // bk) // 4))
-    return Config(bn, bk, min(split, _MOST_SHARES))
+    tiles = -(-n // bn) * -(-rows // bt)
+    most = max(1, min(programs // tiles, -(-k // bk) // 4, _MOST_SHARES))
+    return Config(bt, bn, bk, 1 << (most.bit_length() - 1), stages)
 
 
 _COUNTERS: dict[torch.device, Tensor] = {}
@@ -335,24 +335,21 @@ def _counters(device: torch.device) -> Tensor:
     return _COUNTERS[device]
 
 
-def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps: int) -> None:
+def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
     """Run up to four products of the same T rows in one launch.
 
     Args:
         jobs: see `Job`; out is written whole.
         configs: one per job.
-        stages: of the software pipeline.
-        warps: per program.
     """
     rows = jobs[0].x.shape[0]
-    bt = _rows_per_program(rows)
     device = jobs[0].x.device
     counters = _counters(device)
     scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
     used = 0
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
-        tiles = -(-n // config.bn) * -(-rows // bt)
+        tiles = -(-n // config.bn) * -(-rows // config.bt)
         share = -(-k // (config.bk * config.split)) * config.bk
         even = n % config.bn == 0 and k % (config.bk * config.split) == 0
         parts = job.out.dim() == 3
@@ -384,12 +381,10 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config], *, stages: int, warps
         tuple(shares),
         HOPPER=is_hopper(device),
         OVERLAP=overlaps(device),
-        BT=bt,
-        STAGES=stages,
         MOST=_MOST_SHARES,
         FORMS=tuple(forms),
-        TILES=tuple((config.bn, config.bk) for config in configs),
-        num_warps=warps,
+        TILES=tuple((c.bt, c.bn, c.bk, c.stages) for c in configs),
+        num_warps=_WARPS,
         launch_pdl=overlaps(device),
     )
 
@@ -398,7 +393,7 @@ def run(jobs: Sequence[Job]) -> None:
     """Run products of the same rows, four to a launch, with the tilings of `choose`."""
     for first in range(0, len(jobs), _MAX_JOBS):
         batch = jobs[first : first + _MAX_JOBS]
-        launch(batch, [choose(job) for job in batch], stages=STAGES, warps=WARPS)
+        launch(batch, [choose(job) for job in batch])
 
 
 def run_parts(x: Tensor, w: Matrix) -> Tensor:
@@ -407,5 +402,5 @@ def run_parts(x: Tensor, w: Matrix) -> Tensor:
     config = choose(Job(x, w, empty))
     shape = len(x), config.split, w.shape[0]
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    launch([Job(x, w, out)], [config], stages=STAGES, warps=WARPS)
+    launch([Job(x, w, out)], [config])
     return out

@@ -194,7 +194,7 @@ def test_any_split_gives_the_same_product(split, rows, bn, parts, seed):
     first, again = (torch.full(shape, float("nan"), device=DEVICE) for _ in range(2))
     for out in (first, again):
         job = gemv.Job(x, w, out)
-        gemv.launch([job], [gemv.Config(bn, 32, split)], stages=2, warps=4)
+        gemv.launch([job], [gemv.Config(16, bn, 32, split, 2)])
     assert torch.equal(first, again)
     got = first.sum(1) if parts else first
     assert difference(got, linear.linear_torch(x, w)) < TOLERANCE[torch.float32]
