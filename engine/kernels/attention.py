@@ -129,7 +129,8 @@ class Tile:
         keys: of a tile.
         splits: programs that share the keys of a row, each walking its own.
         warps: per program.
-        ahead: tiles being loaded while one is computed.
+        ahead: tiles on their way to shared memory when one is computed; 0 to hold the next one in
+            registers meanwhile, with one split only.
     """
 
     heads: int
@@ -145,11 +146,14 @@ _DECODE = {
     8: Tile(heads=16, keys=32, splits=10, warps=4, ahead=1),
     16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
     32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
-    128: Tile(heads=64, keys=32, splits=2, warps=8, ahead=2),
+    128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
 }
-_PREFILL = Tile(heads=64, keys=32, splits=1, warps=8, ahead=2)
+_PREFILL = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
 #: Without narrow tensor cores.
 _FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
+
+#: Rows of a launch: bounds the lists of their keys.
+_LAUNCH = 4096
 
 
 def tile_for(rows: Rows, heads: int, keys: int, dtype: torch.dtype) -> Tile:
@@ -205,7 +209,8 @@ def attend_triton(
         tile: how to cut, else tile_for.
 
     Raises:
-        ValueError: entries and ring differ in dtype, or the ring is not `window` wide.
+        ValueError: entries and ring differ in dtype, or the ring is not `window` wide, or pools
+            are not aligned to 8 elements.
     """
     width, dim = ring.shape[1:]
     if width != window:
@@ -227,43 +232,53 @@ def attend_triton(
         shape = (tokens, tile.splits, heads)
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    attend_kernel[(tokens, -(-heads // tile.heads), tile.splits)](
-        q,
-        k_rows.to(ring.dtype),
-        ring,
-        ring if entries is None else entries,
-        chosen,
-        sink,
-        rope,
-        rows.positions,
-        rows.seq,
-        rows.slots,
-        rows.starts,
-        rows.first,
-        parts,
-        sums,
-        scratch,
-        heads,
-        topk,
-        chosen.stride(0),
-        scale * math.log2(math.e),
-        head_norm_eps or 0.0,
-        W=window,
-        D=dim,
-        R=rope.shape[-1],
-        RATIO=max(ratio, 1),
-        PER_BLOCK=per_block,
-        HAS_ENTRIES=entries is not None,
-        CHOICE=0 if choice is None else 1 << (topk - 1).bit_length(),
-        HEAD_NORM=head_norm_eps is not None,
-        IS_DECODE=rows.is_decode,
-        SPLITS=tile.splits,
-        M=tile.heads,
-        N=tile.keys,
-        num_warps=tile.warps,
-        # The place of an entry is loaded a tile before the entry.
-        num_stages=tile.ahead * (1 if entries is None else 2) + 1,
-    )
+    keys = -(-(window + most) // tile.keys) * tile.keys
+    share = -(-keys // tile.splits)
+    lists = torch.empty(min(tokens, _LAUNCH), keys, dtype=torch.int64, device=q.device)
+    k_rows = k_rows.to(ring.dtype)
+    for row in range(0, tokens, _LAUNCH):
+        attend_kernel[(min(tokens - row, _LAUNCH), -(-heads // tile.heads), tile.splits)](
+            q,
+            ring,
+            _place(k_rows, ring),
+            0 if entries is None else _place(entries, ring),
+            chosen,
+            sink,
+            rope,
+            rows.positions,
+            rows.seq,
+            rows.slots,
+            rows.starts,
+            rows.first,
+            parts,
+            sums,
+            scratch,
+            lists,
+            row,
+            heads,
+            topk,
+            chosen.stride(0),
+            keys,
+            scale * math.log2(math.e),
+            head_norm_eps or 0.0,
+            W=window,
+            D=dim,
+            R=rope.shape[-1],
+            RATIO=max(ratio, 1),
+            PER_BLOCK=per_block,
+            HAS_ENTRIES=entries is not None,
+            CHOICE=0 if choice is None else 1 << (topk - 1).bit_length(),
+            HEAD_NORM=head_norm_eps is not None,
+            IS_DECODE=rows.is_decode,
+            SPLITS=tile.splits,
+            M=tile.heads,
+            N=tile.keys,
+            HOLD=tile.ahead == 0 and tile.splits == 1,
+            LIST=min(1 << (share - 1).bit_length(), 1024),
+            num_warps=tile.warps,
+            # The place of a key is loaded a tile before the key.
+            num_stages=2 * tile.ahead + 1,
+        )
     if tile.splits > 1:
         combine_kernel[(tokens, heads)](
             parts,
@@ -279,3 +294,11 @@ def attend_triton(
             num_warps=4,
         )
     return o
+
+
+def _place(tensor: Tensor, ring: Tensor) -> int:
+    """Where a tensor begins, counted from a ring in units of 8 elements."""
+    place, odd = divmod(tensor.data_ptr() - ring.data_ptr(), 8 * ring.itemsize)
+    if odd:
+        raise ValueError("expected tensors that begin a multiple of 8 elements apart")
+    return place

@@ -1,8 +1,10 @@
 """The kernel of attention: some heads of one row over a share of the row's keys.
 
-A row's keys are numbered: 0..W-1 the window, oldest first, so that number i is position
-p - W + 1 + i; from W on the compressed entries. Those that exist are one range without gaps, so a
-program walks tiles of that range alone, whatever they are made of.
+A row's keys are those of its window that exist, oldest first, then its compressed entries. Before
+it walks them a program writes down where each lies, so that the walk itself knows no difference
+between a ring, the keys of the pass and a pool of entries: addresses take no instructions there.
+Places are offsets from the ring, in units of 8 elements: what the compiler needs to know to load
+16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -67,9 +69,10 @@ def store_output_device(o, x, rope, position, head, H, D: tl.constexpr, R: tl.co
 
 
 @triton.jit
-def key_rows_device(
-    number,
-    real,
+def list_keys_device(
+    keys,
+    first,
+    last,
     position,
     start,
     own,
@@ -78,47 +81,59 @@ def key_rows_device(
     chosen,
     W: tl.constexpr,
     D: tl.constexpr,
+    N: tl.constexpr,
     PER_BLOCK: tl.constexpr,
-    HAS_CHOICE: tl.constexpr,
+    CHOICE: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
+    LIST: tl.constexpr,
 ):
-    """Pointers to keys by number [N].
+    """Write down where keys [first, last) of a row lie, and fill the last tile up.
 
     Args:
-        number: int32 [N].
-        real: bool [N], which may be looked up.
+        keys: pointer to the row's list, int64.
+        first: of the share.
+        last: end of the share.
         position: of the row.
         start: position of the first row of its sequence in this pass.
-        own: pointer to that row's key in k_rows.
-        kept: pointer to the sequence's ring.
-        entries: pointer to the pool of entries.
+        own: place of that row's key.
+        kept: place of the sequence's ring.
+        entries: place of entry 0 of the pool.
         chosen: pointer to the row's choice, or to its sequence's block table.
         W: window.
         D: head width.
+        N: keys of a tile.
         PER_BLOCK: entries in a block.
-        HAS_CHOICE: what `chosen` is.
+        CHOICE: 0 if `chosen` is a block table.
         HAS_ENTRIES: whether there are any.
+        LIST: keys written at a time.
     """
-    at = position - (W - 1) + number
-    key = tl.where(at >= start, own + (at - start).to(tl.int64) * D, kept + (at % W) * D)
-    if HAS_ENTRIES:
-        entry = number - W
-        is_entry = real & (entry >= 0)
-        if HAS_CHOICE:
-            place = tl.load(chosen + entry, mask=is_entry, other=0)
-        else:
-            block = tl.load(chosen + entry // PER_BLOCK, mask=is_entry, other=0)
-            place = block * PER_BLOCK + entry % PER_BLOCK
-        key = tl.where(entry >= 0, entries + place.to(tl.int64) * D, key)
-    return key
+    UNITS: tl.constexpr = D // 8
+    filled = first + tl.cdiv(last - first, N) * N
+    window = tl.minimum(position + 1, W)
+    for base in range(first, filled, LIST):
+        i = base + tl.arange(0, LIST)
+        at = position + 1 - window + i
+        place = tl.where(at >= start, own + (at - start) * UNITS, kept + at % W * UNITS)
+        if HAS_ENTRIES:
+            entry = i - window
+            there = (entry >= 0) & (i < last)
+            if CHOICE > 0:
+                of_pool = tl.load(chosen + entry, mask=there, other=0).to(tl.int64)
+            else:
+                block = tl.load(chosen + entry // PER_BLOCK, mask=there, other=0)
+                of_pool = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
+            place = tl.where(entry >= 0, entries + of_pool * UNITS, place)
+        # What fills the tile up has no weight but is read: the row's own key will do.
+        place = tl.where(i < last, place, own + (position - start) * UNITS)
+        tl.store(keys + i, place, mask=i < filled)
 
 
 @triton.jit
 def attend_kernel(
     q,
-    k_rows,
     ring,
-    entries,
+    k_rows_place,
+    entries_place,
     chosen,
     sink,
     rope,
@@ -130,9 +145,12 @@ def attend_kernel(
     o,
     sums,
     scratch,
+    lists,
+    row_0,
     H,
     topk,
     chosen_stride,
+    list_stride,
     scale,
     eps,
     W: tl.constexpr,
@@ -147,14 +165,17 @@ def attend_kernel(
     SPLITS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    LIST: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
     """Program (row, M heads, split). With one split: final output; else its part, for combine.
 
     o: [T, H * D], or float32 [T, SPLITS, H, D], not divided. sums: float32 [T, SPLITS, H, 2], the
-    maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D]; may be o. scale is times log2(e). chosen: the choice, CHOICE topk's next power of two; or the
-    block tables, CHOICE 0, to attend all entries.
+    maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D]; may be o. lists:
+    int64 [rows of the launch, list_stride]. Rows start at row_0. scale is times log2(e). chosen:
+    the choice, CHOICE topk's next power of two; or the block tables, CHOICE 0, to attend all.
     """
-    row = tl.program_id(0)
+    row = row_0 + tl.program_id(0)
     head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
     position = tl.load(positions + row)
@@ -167,28 +188,33 @@ def attend_kernel(
         start = tl.load(starts + sequence)
         first_row = tl.load(first + sequence)
 
-    begin = tl.maximum(W - 1 - position, 0)
-    end = W
+    first_key = 0
+    last_key = tl.minimum(position + 1, W)
     if HAS_ENTRIES:
         if CHOICE > 0:
             chosen += row.to(tl.int64) * chosen_stride
             at = tl.arange(0, CHOICE)
             places = tl.load(chosen + at, mask=at < topk, other=-1)
-            end += tl.sum((places >= 0).to(tl.int32), axis=0)
+            last_key += tl.sum((places >= 0).to(tl.int32), axis=0)
         else:
             chosen += sequence.to(tl.int64) * chosen_stride
-            end += (position + 1) // RATIO
+            last_key += (position + 1) // RATIO
     if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - begin, N), SPLITS) * N
-        begin = begin + split * share
-        end = tl.minimum(begin + share, end)
-    own = k_rows + first_row.to(tl.int64) * D
-    kept = ring + tl.load(slots + sequence).to(tl.int64) * (W * D)
-
+        share = tl.cdiv(tl.cdiv(last_key, N), SPLITS) * N
+        first_key = split * share
+        last_key = tl.minimum(first_key + share, last_key)
+    keys = lists + tl.program_id(0).to(tl.int64) * list_stride
+    own = k_rows_place + first_row.to(tl.int64) * (D // 8)
+    kept = tl.load(slots + sequence).to(tl.int64) * (W * D // 8)
+    list_keys_device(
+        keys, first_key, last_key, position, start, own, kept, entries_place, chosen,
+        W, D, N, PER_BLOCK, CHOICE, HAS_ENTRIES, LIST,
+    )  # fmt: skip
     of_row = row.to(tl.int64) * (H * D)
     queries = ready_queries_device(
         q + of_row, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
     )
+
     column = tl.arange(0, D)[None, :]
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
     top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
@@ -197,30 +223,35 @@ def attend_kernel(
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    for tile in range(begin, end, N):
-        number = tile + tl.arange(0, N)
-        real = number < end
-        key = key_rows_device(
-            number, real, position, start, own, kept, entries, chosen,
-            W, D, PER_BLOCK, CHOICE > 0, HAS_ENTRIES,
-        )  # fmt: skip
-        keys = tl.load(key[:, None] + column, mask=real[:, None], other=0.0).to(queries.dtype)
+    if HOLD:
+        place = tl.load(keys + first_key + tl.arange(0, N)) * 8
+        ahead = tl.load(ring + place[:, None] + column)
+    for tile in range(first_key, last_key, N):
+        if HOLD:
+            key = ahead.to(queries.dtype)
+            more = tl.zeros((N,), tl.int32) + tile + N < last_key
+            place = tl.load(keys + tile + N + tl.arange(0, N), mask=more, other=0) * 8
+            ahead = tl.load(ring + place[:, None] + column, mask=more[:, None], other=0.0)
+        else:
+            place = tl.load(keys + tile + tl.arange(0, N)) * 8
+            key = tl.load(ring + place[:, None] + column).to(queries.dtype)
         whole = tl.zeros((M, N), tl.float32)
+        real = tile + tl.arange(0, N) < last_key
         if M < 64:
-            scores = dot(queries, tl.trans(keys), whole) * scale
+            scores = dot(queries, tl.trans(key), whole) * scale
             scores = tl.where(real[None, :], scores, float("-inf"))
         # Where a product is not seen to lead straight to the next one, the compiler shares its
         # columns among the warp groups instead of computing all of them in each.
-        elif tile + N <= end:
-            scores = dot(queries, tl.trans(keys), whole) * scale
+        elif tile + N <= last_key:
+            scores = dot(queries, tl.trans(key), whole) * scale
         else:
-            scores = dot(queries, tl.trans(keys), whole) * scale
+            scores = dot(queries, tl.trans(key), whole) * scale
             scores = tl.where(real[None, :], scores, float("-inf"))
         peak = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - peak[:, None])
         fade = tl.exp2(top - peak)
         total = total * fade + tl.sum(weights, axis=1)
-        acc = dot(cast(weights, keys.dtype), keys, acc * fade[:, None])
+        acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
         top = peak
 
     if SPLITS == 1:
@@ -229,8 +260,7 @@ def attend_kernel(
         part = (row.to(tl.int64) * SPLITS + split) * H + head
         tl.store(sums + part * 2, top, mask=head < H)
         tl.store(sums + part * 2 + 1, total, mask=head < H)
-        worked = (head < H) & (total > 0.0)
-        tl.store(o + part[:, None] * D + column, acc, mask=worked[:, None])
+        tl.store(o + part[:, None] * D + column, acc, mask=(head < H)[:, None])
 
 
 @triton.jit
@@ -256,8 +286,7 @@ def combine_kernel(
     total = tl.load(sums + at * 2 + 1, mask=real, other=0.0)
     weight = tl.exp2(top - tl.max(top, axis=0))
     column = tl.arange(0, D)[None, :]
-    # A split without keys wrote no part; the sink alone makes split 0 count.
-    part = tl.load(parts + at[:, None] * D + column, mask=(total > 0.0)[:, None], other=0.0)
+    part = tl.load(parts + at[:, None] * D + column, mask=real[:, None], other=0.0)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     target = o + row.to(tl.int64) * (H * D)
     heads = tl.zeros((1,), tl.int32) + head
