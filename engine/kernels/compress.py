@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device
@@ -159,15 +160,15 @@ def _pooled(
 @triton.jit
 def pooled_device(
     proj, proj_stride, ape, state, slot, start, own_first, position,
-    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     HAS_APE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Pool the group whose last row is at `position`: float32 [D].
 
     The softmax is taken online over chunks of members, of which HCA has 128.
     """
-    MEMBERS: tl.constexpr = RATIO * 2 if OVERLAP else RATIO
-    WIDTH: tl.constexpr = 2 * D if OVERLAP else D
+    MEMBERS: tl.constexpr = RATIO * 2 if PAIRED else RATIO
+    WIDTH: tl.constexpr = 2 * D if PAIRED else D
     column = tl.arange(0, D)[None, :]
     best = tl.full((D,), float("-inf"), tl.float32)
     weight = tl.zeros((D,), tl.float32)
@@ -177,7 +178,7 @@ def pooled_device(
         wanted = position - (MEMBERS - 1) + member
         own, carried = wanted >= start, (wanted < start) & (wanted >= 0)
         at = column + tl.where(member >= RATIO, D, 0)[:, None]
-        if not OVERLAP:
+        if not PAIRED:
             at = column + tl.zeros((CHUNK, 1), tl.int32)
         here = (own_first + wanted).to(tl.int64)[:, None] * proj_stride + at
         there = (slot.to(tl.int64) * RING + wanted % RING)[:, None] * (2 * WIDTH) + at
@@ -220,13 +221,13 @@ def store_row_device(
 def compress_device(
     t, proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
     norm_w, eps, rope, pool, latent,
-    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
     LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Everything a compressor does with row t of a pass."""
     kind: tl.constexpr = pool.dtype.element_ty
-    WIDTH: tl.constexpr = 2 * D if OVERLAP else D
+    WIDTH: tl.constexpr = 2 * D if PAIRED else D
     g = tl.load(seq + t)
     position, slot = tl.load(positions + t), tl.load(slots + g)
     column = tl.arange(0, D)
@@ -238,7 +239,7 @@ def compress_device(
             own_first = tl.load(first + g) - start
             pooled = pooled_device(
                 proj, proj_stride, ape, state, slot, start, own_first, position,
-                RATIO, OVERLAP, D, RING, HAS_APE, CHUNK,
+                RATIO, PAIRED, D, RING, HAS_APE, CHUNK,
             )  # fmt: skip
         x = cast(pooled, kind).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
@@ -266,15 +267,17 @@ def compress_device(
 def _compress(
     proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
     norm_w, eps, rope, pool, latent,
-    RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+    RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
-    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: row t."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     compress_device(
         tl.program_id(0), proj, proj_stride, ape, state, positions, seq, slots, starts, first,
         tables, table_width, norm_w, eps, rope, pool, latent,
-        RATIO, OVERLAP, D, RING, PER_BLOCK, PAIRS, FORM, HAS_APE, LATENT, STORE, CHUNK,
+        RATIO, PAIRED, D, RING, PER_BLOCK, PAIRS, FORM, HAS_APE, LATENT, STORE, CHUNK,
     )  # fmt: skip
 
 
@@ -282,8 +285,11 @@ def _compress(
 def _store_state(
     proj, proj_stride, ape, state, slots, starts, first, lengths,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, HAS_APE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g): ring row i of sequence g, if one of its last rows belongs there."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     i, g = tl.program_id(0), tl.program_id(1)
     start, length = tl.load(starts + g), tl.load(lengths + g)
     end = start + length
@@ -323,10 +329,10 @@ def compress_triton(
     _compress[(count,)](
         proj, proj.stride(0), ape, state, rows.positions, rows.seq, rows.slots, rows.starts,
         rows.first, rows.tables, rows.tables.shape[1], norm_w, eps, rope, pool, latent,
-        RATIO=ratio, OVERLAP=overlap, D=dim, RING=1 if state is None else state.shape[1],
+        RATIO=ratio, PAIRED=overlap, D=dim, RING=1 if state is None else state.shape[1],
         PER_BLOCK=rows.block_size // ratio, PAIRS=rope.shape[2], FORM=form,
         HAS_APE=ape is not None, LATENT=want_latent, STORE=fused, CHUNK=min(members, 8),
-        num_warps=8 if members > 8 else 4,
+        num_warps=8 if members > 8 else 4, **overlapping(proj.device),
     )  # fmt: skip
     if store and not fused:
         assert state is not None
@@ -349,4 +355,5 @@ def store_state_triton(
         proj, proj.stride(0), ape, state, rows.slots, rows.starts, rows.first,
         rows.lengths if lengths is None else lengths,
         RATIO=ratio, WIDTH=state.shape[2] // 2, RING=ring, HAS_APE=ape is not None, num_warps=4,
+        **overlapping(proj.device),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from engine.kernels.index import (
     index_queries_torch,
     index_queries_triton,
 )
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.roundtrip import Form
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
@@ -118,15 +119,18 @@ def _attention_inputs(
     proj_b, stride_b, ape_b, state_b, norm_b, pool_b,
     q, q_stride, q_out,
     W: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WINDOW_FORM: tl.constexpr,
-    STORE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, PER_BLOCK: tl.constexpr,
+    STORE: tl.constexpr, RATIO: tl.constexpr, PAIRED: tl.constexpr, PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, LATENT: tl.constexpr,
     A: tl.constexpr, D_A: tl.constexpr, RING_A: tl.constexpr, FORM_A: tl.constexpr,
     APE_A: tl.constexpr,
     B: tl.constexpr, D_B: tl.constexpr, RING_B: tl.constexpr, FORM_B: tl.constexpr,
     APE_B: tl.constexpr,
     H: tl.constexpr, D_Q: tl.constexpr, FORM_Q: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, role): row t's window key, a compressor's part, or some of its index queries."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     t, role = tl.program_id(0), tl.program_id(1)
     if role == 0:
         _window_keys(
@@ -138,7 +142,7 @@ def _attention_inputs(
             compress_device(
                 t, proj_a, stride_a, ape_a, state_a, positions, seq, slots, starts, first, tables,
                 table_width, norm_a, eps, rope, pool_a, latent,
-                RATIO, OVERLAP, D_A, RING_A, PER_BLOCK, PAIRS, FORM_A, APE_A,
+                RATIO, PAIRED, D_A, RING_A, PER_BLOCK, PAIRS, FORM_A, APE_A,
                 LATENT, STORE and RATIO > 1, CHUNK,
             )  # fmt: skip
     if B:  # noqa: SIM102
@@ -146,7 +150,7 @@ def _attention_inputs(
             compress_device(
                 t, proj_b, stride_b, ape_b, state_b, positions, seq, slots, starts, first, tables,
                 table_width, norm_b, eps, rope, pool_b, latent,
-                RATIO, OVERLAP, D_B, RING_B, PER_BLOCK, PAIRS, FORM_B, APE_B,
+                RATIO, PAIRED, D_B, RING_B, PER_BLOCK, PAIRS, FORM_B, APE_B,
                 False, STORE and RATIO > 1, CHUNK,
             )  # fmt: skip
     if H:
@@ -213,10 +217,10 @@ def attention_inputs_triton(
         None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
         q,
         W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
-        RATIO=ratio, OVERLAP=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
+        RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
         CHUNK=min(members, 8), LATENT=latent is not None, **_shape(a, "A"), **_shape(b, "B"),
         H=heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form, HEADS=HEADS,
-        num_warps=8 if members > 8 else 4,
+        num_warps=8 if members > 8 else 4, **overlapping(k_rows.device),
     )  # fmt: skip
     return k_rows, latent, q
 

@@ -38,6 +38,12 @@ def overlaps(device: torch.device) -> bool:
     return ENABLED and is_hopper(device)
 
 
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that waits and lets the next begin as its flag OVERLAP says."""
+    on = overlaps(device)
+    return {"OVERLAP": on, "launch_pdl": on}
+
+
 @triton.jit
 def await_previous(OVERLAP: tl.constexpr):
     """Wait until what earlier kernels of the stream have written can be read."""
