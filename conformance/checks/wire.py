@@ -9,6 +9,8 @@ from conformance.model import Finding, Level, Mode
 from conformance.protocols.observation import Observation, text
 
 STREAM: tuple[Mode, ...] = ("stream",)
+# What is judged by the clock; the runner repeats such a failure, see runner._again.
+TIMED = frozenset({"stream/incremental", "stream/first-before-last"})
 
 
 def _healthy(seen: Observation) -> bool:
