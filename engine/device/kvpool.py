@@ -104,6 +104,7 @@ class KVPool:
         self.draft = tuple(
             torch.zeros(ring, dtype=dtype, device=device) for _ in range(draft_stages)
         )
+        self._blank = [_blank(s) for s in (*self.state.values(), *self.index_state.values())]
         for slot in range(num_slots):
             self.reset_slot(slot)
 
@@ -117,11 +118,11 @@ class KVPool:
 
         Blocks need no reset: an entry is read only after it was written.
         """
-        states = [state[slot] for state in (*self.state.values(), *self.index_state.values())]
         # Fused: each of these is one launch for all layers, where a model has dozens.
-        torch._foreach_zero_([*(ring[slot] for ring in (*self.window, *self.draft)), *states])
+        torch._foreach_zero_([ring[slot] for ring in (*self.window, *self.draft)])
+        states = (*self.state.values(), *self.index_state.values())
         if states:
-            torch._foreach_add_([state.chunk(2, -1)[1] for state in states], -math.inf)
+            torch._foreach_copy_([state[slot] for state in states], self._blank)
         self.history[slot] = NO_TOKEN
 
     def copy(
@@ -136,13 +137,9 @@ class KVPool:
             blocks: likewise.
         """
         if slots:
-            per_slot = (
-                *self.window,
-                *self.draft,
-                *self.state.values(),
-                *self.index_state.values(),
-            )
-            _copy_rows((*per_slot, self.history), slots)
+            states = (*self.state.values(), *self.index_state.values())
+            for tensors in ((*self.window, *self.draft), states, (self.history,)):
+                _copy_rows(tensors, slots)
         if blocks:
             _copy_rows((*self.entries.values(), *self.index_keys.values()), blocks)
 
@@ -174,7 +171,15 @@ class KVPool:
         return found | {"history": self.history}
 
 
-def _copy_rows(tensors: Iterable[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    tensors = tuple(tensors)
+def _blank(state: Tensor) -> Tensor:
+    """A slot's part of a compressor state in which nothing is pending."""
+    kv, score = torch.empty_like(state[0]).chunk(2, -1)
+    return torch.cat((torch.zeros_like(kv), torch.full_like(score, -math.inf)), -1)
+
+
+def _copy_rows(tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy rows of tensors of one type, all of a pair in one launch."""
+    if not tensors:
+        return
     for source, target in pairs:
         torch._foreach_copy_([t[target] for t in tensors], [t[source] for t in tensors])
