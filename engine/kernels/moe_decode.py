@@ -22,27 +22,40 @@ from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
 @triton.jit
-def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def _across_warps(a, b, WARPS: tl.constexpr):
-    """Add up what the warps have of two tiles: eight [32]."""
+def _across_warps(a, b, first: tl.constexpr, WARPS: tl.constexpr):
+    """Add up what the warps have of rows g and g + 8 of two tiles, of one of two columns."""
     return tl.reduce(
         (
-            tl.reshape(a[0], (WARPS, 32)),
-            tl.reshape(a[1], (WARPS, 32)),
-            tl.reshape(a[2], (WARPS, 32)),
-            tl.reshape(a[3], (WARPS, 32)),
-            tl.reshape(b[0], (WARPS, 32)),
-            tl.reshape(b[1], (WARPS, 32)),
-            tl.reshape(b[2], (WARPS, 32)),
-            tl.reshape(b[3], (WARPS, 32)),
+            tl.reshape(a[first], (WARPS, 32)),
+            tl.reshape(a[first + 2], (WARPS, 32)),
+            tl.reshape(b[first], (WARPS, 32)),
+            tl.reshape(b[first + 2], (WARPS, 32)),
         ),
         0,
-        _add8,
+        _add4,
     )
+
+
+@triton.jit
+def _finish(a, b, half: tl.constexpr, out, target, weight, valid, column, limit,
+            SECOND: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """Store what became of four of the eight rows of x; `target` is where each begins in out."""
+    sums = _across_warps(a, b, half, WARPS)
+    at = out + target + column
+    if SECOND:
+        for i in tl.static_range(4):
+            tl.store(at + i * 8, sums[i] * SUM_SCALE, mask=valid)
+    else:
+        for i in tl.static_range(2):
+            gate = tl.minimum(sums[i] * SUM_SCALE, limit)
+            up = tl.minimum(tl.maximum(sums[2 + i] * SUM_SCALE, -limit), limit)
+            hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
+            tl.store(at + i * 8, cast(hidden, tl.bfloat16), mask=valid)
 
 
 @triton.jit
@@ -77,6 +90,16 @@ def _advance(i: tl.constexpr, ring, j: tl.constexpr, xs, a, b, data, scale, row,
 
 
 @triton.jit
+def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store zeros where a row's choices reach no expert."""
+    for choice in tl.static_range(CHOICES):
+        empty = valid & (tl.load(experts + row * CHOICES + choice) < 0)
+        at = out + (row * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
+        for part in tl.static_range(4):
+            tl.store(at + part * 8, 0.0, mask=empty)
+
+
+@triton.jit
 def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
           experts, T, limit,
           CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
@@ -105,10 +128,11 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
     for i in tl.static_range(DEPTH):
         step = _step(i, data, scale, row, group, low < high, K, C, apart, FP4, BLOCK)
         ring = ring + (step,)  # type: ignore[assignment]  # noqa: RUF005
-    # Columns beyond the tile's rows repeat the last row and are not stored.
-    place = first + tl.minimum(mine, count - 1)
-    n0 = lane % 4 * 2
-    n1 = n0 + 1
+    # The tensor cores' columns 2 t hold the tile's rows 0 .. 3, 2 t + 1 the rows 4 .. 7, so that
+    # few rows need half of the sums only. Columns beyond the tile's rows repeat the last one.
+    place = first + tl.minimum(mine // 2 + mine % 2 * 4, count - 1)
+    n0 = lane % 4
+    n1 = n0 + 4
     p0 = first + tl.minimum(n0, count - 1)
     p1 = first + tl.minimum(n1, count - 1)
     w0 = tl.full((32,), 1.0, tl.float32)
@@ -129,6 +153,14 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         o1 = p1
         w0 = tl.load(weights + tl.load(order + p0))
         w1 = tl.load(weights + tl.load(order + p1))
+    t0 = o0.to(tl.int64) * WIDTH
+    t1 = o1.to(tl.int64) * WIDTH
+    if SECOND and SHARED:
+        every = tl.arange(0, 64)
+        rows = tl.minimum(every // 8, count - 1)
+        choice = tl.minimum(every % 8, CHOICES - 1)
+        tl.static_assert(CHOICES <= 8)
+        gaps = tl.min(tl.load(experts + (first + rows) * CHOICES + choice)) < 0
     xs = rows_of_x(x + source.to(tl.int64) * K, group, C, K, FP4, ROUND)
     zero = tl.zeros((32 * WARPS,), tl.float32)
     for unit in range(low, high):
@@ -143,30 +175,14 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
                                       FP4, BLOCK)  # fmt: skip
                 fresh = fresh + (step,)  # type: ignore[assignment]  # noqa: RUF005
             ring = fresh
-        sums = _across_warps(a, b, WARPS)
         column = unit * unit_rows + lane // 4
-        if SECOND:
-            for i in tl.static_range(8):
-                o = (o0 if i % 2 == 0 else o1).to(tl.int64) * WIDTH
-                at = column + i // 4 * 16 + i % 4 // 2 * 8
-                tl.store(out + o + at, sums[i] * SUM_SCALE, mask=(n0 if i % 2 == 0 else n1) < count)
-        else:
-            for i in tl.static_range(4):
-                gate = tl.minimum(sums[i] * SUM_SCALE, limit)
-                up = tl.minimum(tl.maximum(sums[4 + i] * SUM_SCALE, -limit), limit)
-                hidden = gate / (1.0 + tl.exp(-gate)) * up * (w0 if i % 2 == 0 else w1)
-                o = (o0 if i % 2 == 0 else o1).to(tl.int64) * WIDTH
-                at = out + o + column + i // 2 * 8
-                tl.store(at, cast(hidden, tl.bfloat16), mask=(n0 if i % 2 == 0 else n1) < count)
-        if SECOND and SHARED:  # nobody else writes choices that reach no expert
-            for i in tl.static_range(2):
-                p = p0 if i == 0 else p1
-                inside = (n0 if i == 0 else n1) < count
-                for choice in tl.static_range(CHOICES):
-                    at = out + (p * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
-                    empty = inside & (tl.load(experts + p * CHOICES + choice) < 0)
-                    for part in tl.static_range(4):
-                        tl.store(at + part * 8, 0.0, mask=empty)
+        _finish(a, b, 0, out, t0, w0, n0 < count, column, limit, SECOND, WARPS)
+        if count > 4:
+            _finish(a, b, 1, out, t1, w1, n1 < count, column, limit, SECOND, WARPS)
+        if SECOND and SHARED:  # noqa: SIM102 - one of the two is known to the compiler
+            if gaps:  # nobody else writes choices that reach no expert
+                _clear(out, experts, p0, n0 < count, column, CHOICES, WIDTH)
+                _clear(out, experts, p1, n1 < count, column, CHOICES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches

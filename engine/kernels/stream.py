@@ -38,6 +38,15 @@ _LOAD16 = tl.constexpr(
     " @p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
 _MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+_LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
+_ROUND = tl.constexpr(
+    "{ .reg .b16 e, l, h; .reg .b32 t; .reg .f32 x, y;"
+    " shl.b32 t, $1, 16; mov.b32 x, t; and.b32 t, $1, 0xFFFF0000; mov.b32 y, t;"
+    " mul.f32 x, x, $2; mul.f32 y, y, $2;"
+    " cvt.rn.satfinite.e4m3x2.f32 e, y, x; cvt.rn.f16x2.e4m3x2 t, e; mov.b32 {l, h}, t;"
+    " cvt.f32.f16 x, l; cvt.f32.f16 y, h; mul.f32 x, x, $3; mul.f32 y, y, $3;"
+    " cvt.rn.bf16x2.f32 $0, y, x; }"
+)
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -227,12 +236,36 @@ def _zip(a, b):
 
 
 @triton.jit
+def _larger_pairs(a, b):
+    """The larger of each two numbers that are not negative."""
+    if _INTERPRETED:
+        return _pair(tl.maximum(_low(a), _low(b)), tl.maximum(_high(a), _high(b)))
+    else:
+        return tl.inline_asm_elementwise(
+            _LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _round_pair(pair, inverse, scale):
+    """Both numbers times `inverse`, to e4m3, and back."""
+    if _INTERPRETED:
+        low = round_e4m3_device(_low(pair) * inverse) * scale
+        return _pair(low, round_e4m3_device(_high(pair) * inverse) * scale)
+    else:
+        return tl.inline_asm_elementwise(
+            _ROUND, "=r,r,f,f", [pair, inverse, scale], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def _round_pairs(pairs, GROUP: tl.constexpr):
     """round_trip_fp8 of 16 pairs, a thread's 32 columns of a chunk; GROUP 32 or 128."""
     NT: tl.constexpr = pairs[0].shape[0]
-    amax = tl.full((NT,), 1e-4, tl.float32)
-    for i in tl.static_range(16):
-        amax = tl.maximum(amax, tl.maximum(tl.abs(_low(pairs[i])), tl.abs(_high(pairs[i]))))
+    largest = pairs[0] & 0x7FFF7FFF
+    for i in tl.static_range(1, 16):
+        largest = _larger_pairs(largest, pairs[i] & 0x7FFF7FFF)
+    amax = tl.maximum(tl.maximum(_low(largest), _high(largest)), 1e-4)
     if GROUP == 128:  # the four threads of a quad
         quad = tl.max(tl.reshape(amax, (NT // 4, 4)), axis=1)
         amax = tl.reshape(tl.broadcast_to(quad[:, None], (NT // 4, 4)), (NT,))
@@ -240,9 +273,9 @@ def _round_pairs(pairs, GROUP: tl.constexpr):
     inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     rounded = ()
     for i in tl.static_range(16):
-        low = round_e4m3_device(_low(pairs[i]) * inverse) * scale
-        high = round_e4m3_device(_high(pairs[i]) * inverse) * scale
-        rounded = rounded + (_pair(low, high),)  # type: ignore[assignment]  # noqa: RUF005
+        rounded = rounded + (  # type: ignore[assignment]  # noqa: RUF005
+            _round_pair(pairs[i], inverse, scale),
+        )
     return rounded
 
 

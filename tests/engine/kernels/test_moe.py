@@ -112,9 +112,9 @@ def test_twin_is_each_row_through_its_experts(kind: str, act_group: int | None) 
 
 # rows, d, I, experts, k, act_group, fp8 block, routed format; odd widths leave warps idle
 CASES = [
-    pytest.param(3, 128, 32, 3, 2, 32, 32, "fp4", id="fp4"),
-    pytest.param(9, 96, 32, 2, 1, 32, 32, "fp4", id="more-than-a-tile"),
-    pytest.param(2, 128, 128, 2, 1, 128, 128, "fp8", id="fp8"),
+    pytest.param(3, 160, 32, 2, 2, 32, 32, "fp4", id="fp4"),
+    pytest.param(13, 32, 32, 2, 1, 32, 32, "fp4", id="more-than-a-tile"),
+    pytest.param(2, 32, 160, 2, 1, 128, 128, "fp8", id="fp8"),
 ]
 REAL = [
     pytest.param(1, 4096, 2048, 6, 6, 128, 128, "fp4", id="v4-1"),
@@ -145,12 +145,10 @@ def test_stream_equals_twin(
     # Sums in another order may round hidden values to neighbours, 2**-4 apart in e4m3.
     close(got, want, 2e-2)
     assert ((got - want).norm() / want.norm()) < 3e-3
-    again = stream_experts(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
-    assert torch.equal(got, again), "two runs differ"
-    if GPU:
-        other = Routing(r.experts + 0, r.weights, r.order, r.tiles, r.num_tiles)
-        alone = stream_experts(x, other, w13, w2, None, None, limit=LIMIT, act_group=group)
-        assert torch.equal(alone[:, :k], got[:, :k])
+    # Without the shared expert; in the interpreter for one case, it is slow.
+    if GPU or rows == 2:
+        alone = stream_experts(x, r, w13, w2, None, None, limit=LIMIT, act_group=group)
+        assert torch.equal(alone[:, :k], got[:, :k]), "two runs differ"
         assert (alone[:, k] == 0).all()
 
 
