@@ -15,7 +15,17 @@ from engine.kernels.triton_compat import cast, dot, tl, triton
 
 @triton.jit
 def ready_queries_device(
-    q, scratch, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr
+    x,
+    tail,
+    scratch,
+    rope,
+    position,
+    head,
+    H,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Queries of some heads of a row, normed and rotated [M, D]; zero for heads beyond H.
 
@@ -24,8 +34,9 @@ def ready_queries_device(
     that the accumulator leaves. Programs that share heads write the same there.
 
     Args:
-        q: pointer to the row.
-        scratch: the same of a buffer in q's shape and dtype.
+        x: raw queries [M, D].
+        tail: their last 2 * R columns.
+        scratch: pointer to the row in a buffer of all queries' shape and dtype.
         rope: pointer to the table.
         position: of the row.
         head: int32 [M].
@@ -38,8 +49,6 @@ def ready_queries_device(
     at = head[:, None] * D + tl.arange(0, D)[None, :]
     tail_at = head[:, None] * D + (D - 2 * R) + tl.arange(0, 2 * R)[None, :]
     there = (head < H)[:, None]
-    x = tl.load(q + at, mask=there, other=0.0)
-    tail = tl.load(q + tail_at, mask=there, other=0.0)
     if NORM:
         wide = x.to(tl.float32)
         rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
@@ -179,6 +188,13 @@ def attend_kernel(
     head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
     position = tl.load(positions + row)
+    # What depends on nothing is loaded before what must be waited for.
+    of_row = row.to(tl.int64) * (H * D)
+    column = tl.arange(0, D)[None, :]
+    raw = q + of_row + head[:, None] * D
+    x = tl.load(raw + column, mask=(head < H)[:, None], other=0.0)
+    tail_column = D - 2 * R + tl.arange(0, 2 * R)[None, :]
+    tail = tl.load(raw + tail_column, mask=(head < H)[:, None], other=0.0)
     if IS_DECODE:
         sequence = row
         start = position
@@ -210,12 +226,9 @@ def attend_kernel(
         keys, first_key, last_key, position, start, own, kept, entries_place, chosen,
         W, D, N, PER_BLOCK, CHOICE, HAS_ENTRIES, LIST,
     )  # fmt: skip
-    of_row = row.to(tl.int64) * (H * D)
     queries = ready_queries_device(
-        q + of_row, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
+        x, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
     )
-
-    column = tl.arange(0, D)[None, :]
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
     top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
     total = tl.full((M,), 1.0, tl.float32)
@@ -279,16 +292,17 @@ def combine_kernel(
     """Program (row, head): the parts of attend_kernel, weighted, divided and rotated back."""
     row = tl.program_id(0)
     head = tl.program_id(1)
+    position = tl.load(positions + row)
     split = tl.arange(0, PADDED)
     at = (row.to(tl.int64) * SPLITS + split) * H + head
     real = split < SPLITS
     top = tl.load(sums + at * 2, mask=real, other=float("-inf"))
     total = tl.load(sums + at * 2 + 1, mask=real, other=0.0)
-    weight = tl.exp2(top - tl.max(top, axis=0))
     column = tl.arange(0, D)[None, :]
     part = tl.load(parts + at[:, None] * D + column, mask=real[:, None], other=0.0)
+    weight = tl.exp2(top - tl.max(top, axis=0))
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     target = o + row.to(tl.int64) * (H * D)
     heads = tl.zeros((1,), tl.int32) + head
     mixed = tl.reshape(mixed, (1, D))
-    store_output_device(target, mixed, rope, tl.load(positions + row), heads, H, D, R)
+    store_output_device(target, mixed, rope, position, heads, H, D, R)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.rope import rotate_device, rotate_torch
+from engine.kernels.rope import rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
@@ -99,7 +99,6 @@ def _window_keys(
     k_rows,
     ring,
     positions,
-    seq,
     slots,
     stride,
     eps,
@@ -110,22 +109,32 @@ def _window_keys(
     HAS_RING: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """One row a program."""
+    """One row a program. What depends on nothing is loaded first: latency is all it costs."""
     row = tl.program_id(0)
     column = tl.arange(0, D)[None, :]
-    x = tl.load(kv + row.to(tl.int64) * stride + column)
+    position = tl.load(positions + row)
+    source = kv + row.to(tl.int64) * stride
+    x = tl.load(source + column)
+    # The other half of each pair is loaded again rather than fetched from another thread.
+    partner = tl.load(source + (column ^ 1)).to(tl.float32)
+    weight = tl.load(norm_w + column).to(tl.float32)
+    partner_weight = tl.load(norm_w + (column ^ 1)).to(tl.float32)
+    if STORE:
+        slot = tl.load(slots + row).to(tl.int64)
+    tail = column - (D - 2 * R)
+    at = rope + position.to(tl.int64) * (2 * R) + tail // 2
+    cos = tl.load(at, mask=tail >= 0, other=1.0)
+    sin = tl.load(at + R, mask=tail >= 0, other=0.0)
+    sin = tl.where(column % 2 == 0, -sin, sin)
     wide = x.to(tl.float32)
     rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    normed = cast(wide * rho * tl.load(norm_w + column).to(tl.float32), x.dtype)
-    position = tl.load(positions + row)
-    at = tl.full((1,), 0, tl.int32) + position
-    turned = cast(rotate_device(normed.to(tl.float32), rope, at, R), x.dtype)
-    x = round_trip_device(turned, FORM, 2 * R)
+    normed = cast(wide * rho * weight, x.dtype).to(tl.float32)
+    partner = cast(partner * rho * partner_weight, x.dtype).to(tl.float32)
+    x = round_trip_device(cast(normed * cos + partner * sin, x.dtype), FORM, 2 * R)
     if HAS_RING:
         stored = cast(x.to(tl.float32), ring.dtype.element_ty)
         x = stored.to(tl.float32).to(x.dtype)
         if STORE:
-            slot = tl.load(slots + tl.load(seq + row)).to(tl.int64)
             tl.store(ring + (slot * W + position % W) * D + column, stored)
     tl.store(k_rows + row.to(tl.int64) * D + column, x)
 
@@ -178,7 +187,6 @@ def window_keys_triton(
         k_rows,
         k_rows if ring is None else ring,
         rows.positions,
-        rows.seq,
         rows.slots,
         kv.stride(0),
         eps,
