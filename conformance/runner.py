@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from conformance import baseline, load
-from conformance.checks import CHECKS, cross
 from conformance.checks.wire import TIMED
 from conformance.client import Exchange, Request, Sender
-from conformance.model import Level, Outcome, Result, Switch, Variant, Verdict
+from conformance.judging import compare, judge, merge, outcome
+from conformance.model import Outcome, Result, Switch, Variant, Verdict
 from conformance.protocols import observation
 from conformance.protocols.observation import Observation
 from conformance.protocols.render import OBSERVERS, follow, render
@@ -136,7 +136,7 @@ async def run(
     await asyncio.gather(*(work() for _ in range(max(1, options.concurrency))))
     done = [result for result in results if result is not None]
     await _again(done, seen, sender, options, tools)
-    _cross(done, seen)
+    compare(done, seen)
     stale = baseline.apply(expected, done)
     arrived, wanted = _played(seen)
     found = dict(meta or {}) | {"scripts_played": [arrived, wanted]}
@@ -181,10 +181,10 @@ async def _variant(
     missing = ({variant.protocol, *variant.case.needs}) & options.unsupported
     if missing:
         reason = f"declared unsupported: {', '.join(sorted(missing))}"
-        return Result(variant, [_outcome(variant, "case", Verdict.SKIP, reason)]), None
+        return Result(variant, [outcome(variant, "case", Verdict.SKIP, reason)]), None
     if variant.case.action == "abandon" and options.left is None:
         reason = "only an engine that the suite serves (--upstream) shows whether it is told"
-        return Result(variant, [_outcome(variant, "case", Verdict.SKIP, reason)]), None
+        return Result(variant, [outcome(variant, "case", Verdict.SKIP, reason)]), None
     began = time.perf_counter()
     live = variant.case.tier == "live"
     rounds: list[list[Outcome]] = []
@@ -198,7 +198,7 @@ async def _variant(
             kept = last.exchange
         rounds.append(outcomes)
     elapsed = (time.perf_counter() - began) * 1000
-    result = Result(variant, _merge(rounds), kept, elapsed)
+    result = Result(variant, merge(rounds), kept, elapsed)
     return result, last
 
 
@@ -250,87 +250,3 @@ async def _leave(
     if options.before is not None:
         options.before(variant)
     return await sender.send(request)
-
-
-def judge(seen: Observation) -> list[Outcome]:
-    """Applies every check that has something to judge in this reply."""
-    variant = seen.variant
-    if seen.exchange.status == 0:
-        return [
-            _outcome(variant, "http/complete", Verdict.ERROR, seen.exchange.fault or "no reply")
-        ]
-    outcomes = []
-    for check in CHECKS.values():
-        if not check.applies(seen):
-            continue
-        if check.slug in variant.case.exempt:
-            reason = f"exempt: {variant.case.exempt[check.slug]}"
-            outcomes.append(_outcome(variant, check.slug, Verdict.SKIP, reason))
-            continue
-        findings = list(check.run(seen))
-        level = min_level(check.level, variant.case.level)
-        verdict = Verdict.PASS
-        if findings:
-            verdict = Verdict.FAIL if level is Level.MUST else Verdict.WARN
-        message = "; ".join(
-            f.message + (f" (frame {f.frame})" if f.frame is not None else "") for f in findings[:3]
-        )
-        outcomes.append(Outcome(variant.id, variant.case.id, check.slug, verdict, level, message))
-    wishes = any(expect.get("wish") == "calls" for expect in variant.case.expect)
-    if wishes and seen.answered and not seen.calls:
-        reason = "the model chose to answer without a call: nothing to judge"
-        outcomes.append(_outcome(variant, "live/called", Verdict.SKIP, reason))
-    return outcomes
-
-
-def min_level(*levels: Level) -> Level:
-    """SHOULD if any of the levels is."""
-    return Level.SHOULD if Level.SHOULD in levels else Level.MUST
-
-
-def _outcome(variant: Variant, slug: str, verdict: Verdict, message: str = "") -> Outcome:
-    return Outcome(variant.id, variant.case.id, slug, verdict, variant.case.level, message)
-
-
-def _merge(rounds: list[list[Outcome]]) -> list[Outcome]:
-    """One outcome per check over all rounds: the worst, with the number of passes."""
-    if len(rounds) == 1:
-        return rounds[0]
-    by_check: dict[str, list[Outcome]] = {}
-    for outcomes in rounds:
-        for outcome in outcomes:
-            by_check.setdefault(outcome.check, []).append(outcome)
-    merged = []
-    for found in by_check.values():
-        judged = [o for o in found if o.verdict is not Verdict.SKIP]
-        worst = Result(None, found).verdict  # type: ignore[arg-type]  # only verdicts are read
-        example = next(o for o in found if o.verdict is worst)
-        passed = sum(o.verdict is Verdict.PASS for o in judged)
-        merged.append(replace(example, repeats=(len(judged), passed)))
-    return merged
-
-
-def _cross(results: list[Result], seen: Mapping[str, Observation]) -> None:
-    """Adds the outcomes that compare two variants, or two cases by their prompt size."""
-    by_id = {result.variant.id: result for result in results}
-    for rule, base, other in cross.pairs(seen):
-        variant = other.variant
-        if (
-            variant.case.tier not in {"scripted", "live", "parse"}
-            or rule.slug in variant.case.exempt
-            or variant.case.action == "abandon"  # how much came of it is chance
-        ):
-            continue
-        found = list(cross.differences(base, other))
-        level = min_level(rule.level, variant.case.level)
-        verdict = Verdict.PASS
-        if found and variant.case.tier == "live":
-            verdict, found = Verdict.SKIP, ["the model answered otherwise the second time"]
-        elif found:
-            verdict = Verdict.FAIL if level is Level.MUST else Verdict.WARN
-        outcome = Outcome(
-            variant.id, variant.case.id, rule.slug, verdict, level, "; ".join(found[:3])
-        )
-        by_id[variant.id].outcomes.append(outcome)
-    for outcome in cross.prompts(seen):
-        by_id[outcome.variant].outcomes.append(outcome)
