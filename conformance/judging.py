@@ -48,6 +48,7 @@ def min_level(*levels: Level) -> Level:
 
 
 def outcome(variant: Variant, slug: str, verdict: Verdict, message: str = "") -> Outcome:
+    """The outcome of a check on a variant, at the level of its case."""
     return Outcome(variant.id, variant.case.id, slug, verdict, variant.case.level, message)
 
 
@@ -57,8 +58,8 @@ def merge(rounds: list[list[Outcome]]) -> list[Outcome]:
         return rounds[0]
     by_check: dict[str, list[Outcome]] = {}
     for outcomes in rounds:
-        for outcome in outcomes:
-            by_check.setdefault(outcome.check, []).append(outcome)
+        for one in outcomes:
+            by_check.setdefault(one.check, []).append(one)
     merged = []
     for found in by_check.values():
         judged = [o for o in found if o.verdict is not Verdict.SKIP]
