@@ -105,6 +105,8 @@ class GenerateRequest:
             most likely at its place.
         prompt_logprobs_start: position of the first prompt token that is scored. Token 0 has
             nothing before it and never is.
+        images: those of the prompt as data URLs, in the order of their placeholders; only for models
+            with a vision tower.
         cache_salt: only requests with the same one share what the prefix cache keeps, so that
             nobody learns from a hit what another one's prompt was.
     """
@@ -117,6 +119,7 @@ class GenerateRequest:
     trainer_parity: bool = False
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    images: tuple[str, ...] = ()
     cache_salt: str = ""
 
 

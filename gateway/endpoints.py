@@ -148,7 +148,7 @@ class Endpoints:
         service = self._service
         if not service.serving:
             raise not_served()
-        body = await service.body(request)
+        body = await service.seen_body(request, protocol)
         exchange_id = str(uuid4())
         reasoning: ReasoningStore = service.reasoning
         lent, tape = None, None

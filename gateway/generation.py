@@ -225,6 +225,7 @@ class Generations:
                 stop_token_ids=self._stop_token_ids,
             ),
             script=scripts[0] if scripts else None,
+            images=exchange.images,
             cache_salt=salt,
         )
 

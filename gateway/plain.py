@@ -43,11 +43,11 @@ class PlainEndpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens: the length of the prompt that would be generated from."""
-        return await self._service.reply(request, _counted)
+        return await self._service.reply(request, _counted, "messages")
 
     async def tokenize(self, request: Request) -> Response:
         """POST /v1/tokenize: the ids of a `prompt`, or of the prompt of a chat's `messages`."""
-        return await self._service.reply(request, _tokenized)
+        return await self._service.reply(request, _tokenized, "chat")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models, with the fields that the OpenAI and the Anthropic SDK read."""

@@ -13,12 +13,13 @@ from gateway.admission import read_body
 from gateway.backends import Backend
 from gateway.call import Call
 from gateway.errors import error_response, not_served
+from gateway.images import ImageLimits, Images
 from gateway.metrics import Metrics
 from gateway.recorder import Recorder
 from gateway.settings import Settings
 from gateway.store import ResponseStore
 from gateway.threads import THREAD_FROM_BYTES, in_thread
-from parsers import PROFILES, ClientError, Codec, ReasoningCache, ServedModel
+from parsers import PROFILES, ClientError, Codec, Protocol, ReasoningCache, ServedModel
 
 
 class Service:
@@ -44,6 +45,7 @@ class Service:
         self.metrics = metrics
         self.profile = PROFILES[settings.profile]
         self.reasoning = ReasoningCache()
+        self._images: Images | None = None
         self.recorder = None if settings.record is None else Recorder(settings.record)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._codec: Codec | None = None
@@ -58,6 +60,15 @@ class Service:
             engine.api.EngineError: the backend cannot serve it.
         """
         codec = await in_thread(Codec.load, self.model, self.profile)
+        if self.model.has_vision:
+            settings = self.settings
+            limits = ImageLimits(
+                settings.max_images,
+                settings.max_image_bytes,
+                settings.max_image_pixels,
+                settings.image_seconds,
+            )
+            self._images = await in_thread(Images, limits)
         if self.settings.store != "off":
             path = ":memory:" if self.settings.store == "memory" else self.settings.store
             self._store = await in_thread(ResponseStore, path, self.settings.store_max_bytes)
@@ -72,6 +83,8 @@ class Service:
         if self.tasks:
             await asyncio.wait(set(self.tasks.values()))
         await self.backend.stop()
+        if self._images is not None:
+            await self._images.close()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -102,10 +115,34 @@ class Service:
         settings = self.settings
         return await read_body(request, settings.max_body_bytes, settings.body_seconds)
 
-    async def reply(self, request: Request, work: Callable[[Codec, bytes], bytes]) -> Response:
-        """Answer a request whose reply is a function of its body, in a thread where it is long."""
+    async def seen_body(self, request: Request, protocol: Protocol) -> bytes:
+        """Read a body; where the model sees, with its images fetched and checked.
+
+        Raises:
+            ClientError: as `body`, or an image cannot be taken.
+        """
+        body = await self.body(request)
+        return body if self._images is None else await self._images.inline(protocol, body)
+
+    async def reply(
+        self,
+        request: Request,
+        work: Callable[[Codec, bytes], bytes],
+        protocol: Protocol | None = None,
+    ) -> Response:
+        """Answer a request whose reply is a function of its body, in a thread where it is long.
+
+        Args:
+            request: to be answered.
+            work: the function.
+            protocol: of the body, where it may hold images.
+        """
         try:
-            codec, body = self.codec, await self.body(request)
+            codec = self.codec
+            if protocol is None:
+                body = await self.body(request)
+            else:
+                body = await self.seen_body(request, protocol)
             if len(body) < THREAD_FROM_BYTES:
                 return json_response(work(codec, body))
             return json_response(await in_thread(work, codec, body))

@@ -280,6 +280,30 @@ class Settings:
             _positive_int, "a whole number above 0", "most tools of one request; more get 400"
         ),
     )
+    max_images: int = field(
+        default=64,
+        metadata=_rule(
+            _positive_int,
+            "a whole number above 0",
+            "most images of one request to a model that sees; more get 400",
+        ),
+    )
+    max_image_bytes: int = field(
+        default=10 * 1024 * 1024,
+        metadata=_rule(_positive_int, "a whole number of bytes above 0", "largest image"),
+    )
+    max_image_pixels: int = field(
+        default=40_000_000,
+        metadata=_rule(
+            _positive_int, "a whole number above 0", "most pixels of an image, width times height"
+        ),
+    )
+    image_seconds: float = field(
+        default=20.0,
+        metadata=_rule(
+            _positive_seconds, _SECONDS, "how long fetching a request's images may take in all"
+        ),
+    )
     body_seconds: float = field(
         default=60.0,
         metadata=_rule(

@@ -10,7 +10,7 @@ from parsers.body import Body, fail, require, written
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
 from parsers.reasoning import ReasoningStore
-from parsers.request import no_images
+from parsers.request import check_image
 from parsers.rules import Profile
 from parsers.values import ServedModel
 
@@ -107,7 +107,9 @@ def _check_content(message: dict[str, Any], role: str, at: str, served: ServedMo
             text = part.get("text")
             require(isinstance(text, str), f"{where}.text", "a string", text)
         if type_ == "image_url":
-            raise no_images(where, served)
+            image = part.get("image_url")
+            url = image.get("url") if isinstance(image, dict) else None
+            check_image(where, served, url)
 
 
 def _read_calls(message: dict[str, Any], at: str, *, lenient: bool) -> dict[str, Any]:

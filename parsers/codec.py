@@ -85,6 +85,7 @@ _REPLIES = {
 }
 # A call of a turn that had no reasoning: the mark in its id excuses the turn (protocol.md 2.3).
 _EXCUSED = re.compile(r"call_.._ET_")
+_IMAGE = "<｜image｜>"
 _EFFORT_LINE = "Reasoning Effort: "
 _TIER = 75  # what the codec writes into that line for the effort "high"
 
@@ -117,6 +118,15 @@ class Converted:
         """What constrained decoding would enforce."""
         constraint = self.native.inference_options.output_constraint
         return None if constraint is None else Constraint(constraint.kind, constraint.schema)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The images of the prompt as data URLs, in the order of their placeholders."""
+        return tuple(
+            source.data_url
+            for message in self.native.conversation.messages
+            for source in getattr(message, "image_sources", None) or ()
+        )
 
     @property
     def late_tools(self) -> list[dict[str, Any]]:
@@ -479,6 +489,8 @@ class Codec:
         for id_ in ids:
             if self.vocabulary.bytes_of(id_) is None:
                 raise BootError(f"{path}: has no token with the EOS id {id_}")
+        if self.model.has_vision and _IMAGE not in self.vocabulary.added:
+            raise BootError(f"{path}: has no token {_IMAGE}, which an image stands for in a prompt")
         thinking = {"messages": _BOOT_MESSAGES, "tools": [_BOOT_TOOL]}
         plain = {"messages": _BOOT_MESSAGES[:2], "thinking": {"type": "disabled"}}
         for body in (thinking, plain):

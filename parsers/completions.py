@@ -70,6 +70,7 @@ class Completion:
         stream: whether the client asked for a stream.
         model: the model name the client used.
         ignored: request fields accepted without effect.
+        images: none.
         choices: itself; there is one choice.
     """
 
@@ -92,6 +93,7 @@ class Completion:
         self.stream = stream
         self.model = model
         self.ignored = ignored
+        self.images: tuple[str, ...] = ()
         self.choices = (self,)
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary)

@@ -50,11 +50,12 @@ class Vocabulary:
         watched: ids that must not pass the parser by: markers, what may begin one, backticks, and
             tokens that are not whole characters.
         blank: ids that are nothing but blanks.
+        added: ids of the added tokens by spelling.
     """
 
     def __init__(self, table: list[bytes | None], added: dict[str, int]) -> None:
         self._table = table
-        self._added = added
+        self.added = added
         self._texts = [None if raw is None else _whole(raw) for raw in table]
         for spelling, id_ in added.items():
             self._texts[id_] = _SENTINELS.get(spelling, spelling)
@@ -119,7 +120,7 @@ class Vocabulary:
         Raises:
             KeyError: the tokenizer has none of this spelling.
         """
-        return self._added[spelling]
+        return self.added[spelling]
 
     def spell(self, text: str) -> list[int]:
         """Return ids for a text, one per byte: as tokens, nothing in it can be a marker."""

@@ -84,6 +84,7 @@ class Exchange:
         stream: whether the client asked for a stream.
         model: the model name the client used.
         ignored: request fields accepted without effect.
+        images: those of the prompt as data URLs, in the order of their placeholders.
         choices: all exchanges of this request, this one among them; one per choice (``n``). Each
             is a generation of its own over the same prompt. The streams' frames are sent as they
             come, in any order; an error of one ends the stream for all. The whole reply is ``body`` of the first after all were closed.
@@ -104,6 +105,7 @@ class Exchange:
         stream: bool,
         model: str,
         ignored: tuple[str, ...],
+        images: tuple[str, ...],
         eos_token_ids: tuple[int, ...],
         stepwise: bool,
         pipeline: Pipeline | AnswerPipeline | None,
@@ -118,6 +120,7 @@ class Exchange:
         self.stream = stream
         self.model = model
         self.ignored = ignored
+        self.images = images
         self.choices: tuple[Exchange, ...] = (self,)
         self.stored = stored
         self.error: ReplyError | None = None

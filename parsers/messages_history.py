@@ -8,7 +8,7 @@ from parsers.body import Body, require
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
 from parsers.reasoning import ReasoningStore
-from parsers.request import no_images
+from parsers.request import check_image
 from parsers.rules import Profile
 from parsers.values import ServedModel
 
@@ -99,7 +99,9 @@ class _Reader:
         if type_ == "text":
             require(isinstance(block.get("text"), str), f"{at}.text", "a string", block.get("text"))
         elif type_ == "image":
-            raise no_images(at, self._served)
+            source = block.get("source")
+            inline = isinstance(source, dict) and source.get("type") == "base64"
+            check_image(at, self._served, "data:" if inline else None)
         elif type_ == "redacted_thinking":
             return None  # nobody but its maker can read it
         elif type_ == "tool_use":

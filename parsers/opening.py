@@ -137,6 +137,7 @@ class _Opening:
             stream=self.converted.stream,
             model=request.model,
             ignored=request.ignored,
+            images=self.converted.images,
             eos_token_ids=codec.model.eos_token_ids,
             stepwise=bool(parsing.stop_sequences) or not request.parallel_calls,
             forced=self._forced(),

@@ -263,19 +263,26 @@ def check_effort(effort: Any, param: str, *, why: str = "") -> None:
     require(effort in EFFORTS, param, f"one of {', '.join(EFFORTS)}", effort)
 
 
-def no_images(where: str, served: ServedModel) -> ClientError:
-    """Build the error for an image.
+def check_image(where: str, served: ServedModel, url: Any) -> None:
+    """Raise unless an image of a request can be shown to the model.
 
     The codec would put a visible placeholder into a V4 prompt and fetch nothing on V4.1: the model
     would answer as if it had seen the image. So issue 2 asks for a 400 that names the reason.
+
+    Args:
+        where: path of the part.
+        served: the model.
+        url: where it comes from; only data counts, since nothing is fetched here (a server does
+            that before, see gateway.images).
+
+    Raises:
+        ClientError: the model has no eyes, or the image is no data.
     """
-    reason = (
-        "images cannot be passed to its vision tower"
-        if served.has_vision
-        else "it has no vision tower"
-    )
-    return ClientError(
-        f"{where}: model {served.name!r} cannot take images: {reason}",
-        code="image_not_supported",
-        param=where,
-    )
+    if not served.has_vision or served.version != "v4.1":
+        raise ClientError(
+            f"{where}: model {served.name!r} cannot take images: it has no vision tower",
+            code="image_not_supported",
+            param=where,
+        )
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise fail(where, "an image as data", url)

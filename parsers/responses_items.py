@@ -12,7 +12,7 @@ from parsers.edits import SEARCH
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
 from parsers.reasoning import ReasoningStore
-from parsers.request import no_images
+from parsers.request import check_image
 from parsers.rules import Profile
 from parsers.values import ServedModel
 
@@ -143,7 +143,9 @@ class ItemReader:
                 kind = "output_text" if type_ in ("output_text", "refusal") else "input_text"
                 read.append({"type": kind, "text": text})
             elif type_ in ("input_image", "image_url"):
-                raise no_images(where, self._served)
+                image = part.get("image_url")
+                check_image(where, self._served, image)
+                read.append({"type": "input_image", "image_url": image})
             else:
                 require(
                     type_ == "input_file",

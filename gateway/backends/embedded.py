@@ -130,6 +130,8 @@ class EmbeddedBackend:
         """
         if self._thread is None:
             raise EngineDeadError("the engine is not loaded")
+        if request.images:
+            raise EngineError("images: expected none, for the engine has no vision tower")
         from engine.thread import Sink
 
         deltas = _Mailbox()

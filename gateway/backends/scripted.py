@@ -213,6 +213,8 @@ class ScriptedBackend:
         """
         if not self._alive:
             raise EngineDeadError("the scripted backend is not running")
+        if request.images and not self._info.has_vision:
+            raise EngineError("images: expected none, for this model has no vision tower")
         index = self._choose(request.script)
         line, token_ids = self._lines[index], self._token_ids[index]
         finish = FinishReason(line.finish)
