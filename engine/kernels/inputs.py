@@ -134,7 +134,7 @@ def _attention_inputs(
     t, role = tl.program_id(0), tl.program_id(1)
     if role == 0:
         _window_keys(
-            kv, kv_norm, rope, k_rows, ring, positions, seq, slots, kv_stride, eps,
+            kv, kv_norm, rope, k_rows, ring, positions, slots, kv_stride, eps,
             W, D, PAIRS, WINDOW_FORM, True, STORE,
         )  # fmt: skip
     if A:  # noqa: SIM102 - decided at compile time, unlike the next one
