@@ -1,0 +1,372 @@
+"""What a client of the engine sees on a GPU: first tokens, pace, pace beside a prompt, cached turns.
+
+    python -m bench.engine --geometry v4-flash-8l --what ttft,decode,beside,cached
+    python -m bench.engine --mode eager,graph,fused --what decode --batch 1,64
+
+The whole engine runs but for thread and HTTP: scheduler, fast runner, sampler, deltas, driven as
+fast as it goes. Weights are drawn from a seed, prompts are random ids that share nothing, greedy, EOS
+ignored. Modes: `eager` calls the torch twins, `graph` captures them, `fused` captures the kernels.
+
+Rows: bench
+* "start": seconds from nothing to ready: weights drawn, steps captured and kernels made ready;
+* "ttft": one prompt alone, from its submission to its first token;
+* "decode": `batch` streams of 128 prompt tokens that start together, 256 new tokens each;
+* "beside": eight running streams while a prompt of `prompt_tokens` is processed: time between a
+  stream's tokens alone (`alone_ms`) and meanwhile (`itl_ms`, `itl_p99_ms`), and the prompt's ttft_ms;
+* "cached": a turn of 500 new tokens after `prompt_tokens` that are in the prefix cache;
+* "load": 1,000 requests of mixed length with random aborts: all served, all memory back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import torch
+
+from bench.geometries import geometry
+from bench.rows import make_rows, percentile, spread, write_rows
+from engine import TINY_CHECKPOINT
+from engine.api import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from engine.config import ModelConfig
+from engine.core import EngineCore
+from engine.device.fast_runner import FastRunner
+from engine.device.kvpool import KVPool
+from engine.kernels.ops import Implementation
+from engine.model.fast import random_fast_model
+from engine.options import EngineConfig
+
+BLOCK = 256
+WARM_UPS = 1
+KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
+
+
+class Engine:
+    """An engine over random weights, driven step by step.
+
+    Args:
+        config: of the model.
+        mode: eager, graph or fused.
+        device: "cuda", or "cpu" to try the benchmark itself.
+        context: most positions of a request.
+        streams: most requests at once.
+        chunk: most rows of a step; `mixed` of a step that has streams.
+        tokens: positions that the pool has room for.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mode: str,
+        *,
+        device: str,
+        context: int,
+        streams: int,
+        chunk: int,
+        mixed: int,
+        tokens: int,
+    ) -> None:
+        begin = time.perf_counter()
+        options = EngineConfig(
+            max_model_len=context,
+            max_num_seqs=streams,
+            max_batched_tokens=chunk,
+            max_mixed_tokens=mixed,
+            block_size=BLOCK,
+            num_blocks=-(-max(tokens, context) // BLOCK),
+            max_snapshots=32,
+        )
+        model = random_fast_model(
+            config, kernels=KERNELS[mode], device=device, max_model_len=context
+        )
+        self._sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self._sync()
+        drawn = time.perf_counter()
+        where = torch.device(device)
+        pool = KVPool(
+            config,
+            num_blocks=options.resolve_num_blocks(context) + 1,
+            block_size=BLOCK,
+            num_slots=options.resolve_num_slots(),
+            device=where,
+            dtype=model.dtype,
+            ring_history=True,
+        )
+        self.runner = FastRunner(
+            model,
+            pool,
+            where,
+            max_model_len=context,
+            max_num_seqs=streams,
+            captures=device == "cuda" and mode != "eager",
+        )
+        captured = time.perf_counter()
+        if mode == "fused":
+            self.runner.warm_up(chunk)
+        self.start = {
+            "weights_s": round(drawn - begin, 2),
+            "capture_s": round(captured - drawn, 2),
+            "warm_up_s": round(time.perf_counter() - captured, 2),
+            "kernels_compiled": self.runner.compiles.compiled,
+            "kernels_cached": self.runner.compiles.loaded,
+            "graph_mb": {
+                c.bucket: round(c.pool_bytes / 1e6, 1) for c in self.runner.graphs.captured
+            },
+        }
+        self.core = EngineCore(self.runner, options, max_position_embeddings=context)
+        self._draw = random.Random(0)
+        self._vocab = config.vocab_size
+        self._made = 0
+
+    def ids(self, count: int) -> tuple[int, ...]:
+        """Random ids."""
+        return tuple(self._draw.randrange(self._vocab) for _ in range(count))
+
+    def submit(self, ids: tuple[int, ...], new: int) -> str:
+        """Submit a request and give its id."""
+        self._made += 1
+        name = f"r{self._made}"
+        sampling = SamplingParams(new, temperature=0.0, ignore_eos=True)
+        self.core.submit(GenerateRequest(name, ids, sampling))
+        return name
+
+    def run(self, note: Callable[[TokenDelta, float], None]) -> None:
+        """Run until nothing is left, noting each delta and when it came."""
+        while self.core.has_work:
+            for delta in self.core.step():
+                if delta.error is not None:
+                    raise RuntimeError(delta.error)
+                note(delta, time.perf_counter())
+
+    def ttft(self, length: int, repeats: int) -> dict[str, Any]:
+        """Time to the first token of a prompt alone."""
+        values = []
+        for _ in range(WARM_UPS + repeats):
+            ids, came = self.ids(length), list[float]()
+            begin = time.perf_counter()
+            self.submit(ids, 1)
+            self.run(lambda delta, now, came=came: came.append(now))  # type: ignore[misc]
+            values.append((came[0] - begin) * 1e3)
+        return {
+            "bench": "ttft",
+            "batch": 1,
+            "prompt_tokens": length,
+            "ttft_ms": spread(values[WARM_UPS:], 2),
+        }
+
+    def decode(self, batch: int, prompt: int, new: int, repeats: int) -> dict[str, Any]:
+        """Milliseconds of a step of streams that start together."""
+        steps, rates = [], []
+        for _ in range(WARM_UPS + repeats):
+            came: dict[str, list[float]] = {}
+            for _ in range(batch):
+                self.submit(self.ids(prompt), new)
+            self.run(
+                lambda delta, now, came=came: came.setdefault(delta.request_id, []).append(now)
+            )  # type: ignore[misc]
+            first = max(times[0] for times in came.values())
+            last = min(times[-1] for times in came.values())
+            count = sum(first < now <= last for times in came.values() for now in times)
+            rates.append(count / (last - first))
+            steps.append((last - first) * 1e3 * batch / count)
+        return {
+            "bench": "decode",
+            "batch": batch,
+            "prompt_tokens": prompt,
+            "new_tokens": new,
+            "ms_step": spread(steps[WARM_UPS:], 4),
+            "tok_s": spread(rates[WARM_UPS:], 1),
+        }
+
+    def beside(self, streams: int, length: int) -> dict[str, Any]:
+        """Time between tokens of streams, before a prompt comes and while it is processed."""
+        names = {self.submit(self.ids(128), 100_000) for _ in range(streams)}
+        times: dict[str, list[float]] = {}
+
+        def steps(until: Callable[[], bool]) -> None:
+            while not until():
+                for delta in self.core.step():
+                    times.setdefault(delta.request_id, []).append(time.perf_counter())
+
+        steps(lambda: len(times) == streams and min(map(len, times.values())) > 100)
+        alone = [
+            b - a
+            for name in names
+            for a, b in zip(times[name][20:], times[name][21:], strict=False)
+        ]
+        ids = self.ids(length)
+        begin = time.perf_counter()
+        late = self.submit(ids, 1)
+        steps(lambda: late in times)
+        end = times[late][0]
+        gaps = [
+            b - a
+            for name in names
+            for a, b in zip(times[name], times[name][1:], strict=False)
+            if b > begin and a < end
+        ]
+        for name in names:
+            self.core.abort(name)
+        return {
+            "bench": "beside",
+            "batch": streams,
+            "prompt_tokens": length,
+            "alone_ms": spread([gap * 1e3 for gap in alone], 3),
+            "itl_ms": spread([gap * 1e3 for gap in gaps], 3),
+            "itl_p99_ms": round(percentile(gaps, 99) * 1e3, 3),
+            "itl_p99_over_median_alone": round(percentile(gaps, 99) / percentile(alone, 50), 2),
+            "ttft_ms": round((end - begin) * 1e3, 1),
+        }
+
+    def cached(self, length: int, repeats: int) -> dict[str, Any]:
+        """Time to the first token of a turn that goes on from a cached prompt."""
+        ids = self.ids(length)
+        values, hits = [], []
+        self.submit(ids, 1)
+        self.run(lambda delta, now: None)
+        for _ in range(WARM_UPS + repeats):
+            came: list[tuple[float, int]] = []
+
+            def note(delta: TokenDelta, now: float, came: list[tuple[float, int]] = came) -> None:
+                came.append((now, delta.usage.cached_tokens if delta.usage else 0))
+
+            turn = ids + self.ids(500)
+            begin = time.perf_counter()
+            self.submit(turn, 1)
+            self.run(note)
+            values.append((came[0][0] - begin) * 1e3)
+            hits.append(came[0][1])
+        return {
+            "bench": "cached",
+            "batch": 1,
+            "prompt_tokens": length,
+            "new_prompt_tokens": 500,
+            "cached_tokens": min(hits),
+            "ttft_ms": spread(values[WARM_UPS:], 2),
+        }
+
+    def load(self, count: int) -> dict[str, Any]:
+        """Requests of mixed length with random aborts, as many at once as run."""
+        draw, ended, aborted = self._draw, dict[str, FinishReason](), set[str]()
+        open_names: list[str] = []
+        begin, tokens = time.perf_counter(), 0
+        left = count
+        while left or self.core.has_work:
+            while left and len(open_names) < 128:
+                open_names.append(
+                    self.submit(self.ids(draw.choice((16, 130, 700, 3000))), draw.randint(1, 60))
+                )
+                left -= 1
+            if open_names and draw.random() < 0.05:
+                name = open_names.pop(draw.randrange(len(open_names)))
+                self.core.abort(name)
+                aborted.add(name)
+            for delta in self.core.step():
+                tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    ended[delta.request_id] = delta.finish_reason
+                    open_names.remove(delta.request_id)
+        seconds = time.perf_counter() - begin
+        self.core.check_integrity()
+        self.core._scheduler.prefix.clear()
+        stats = self.core.stats()
+        reasons = sorted({reason.value for reason in ended.values()})
+        return {
+            "bench": "load",
+            "batch": count,
+            "aborted": len(aborted),
+            "lost": count - len(ended) - len(aborted),
+            "reasons": reasons,
+            "blocks_held_at_the_end": stats.total_blocks - stats.free_blocks,
+            "tok_s": round(tokens / seconds, 1),
+            "late_kernels": self.runner.compiles.late,
+        }
+
+
+def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one run, each as soon as it is there."""
+    batches = [int(b) for b in args.batch.split(",") if b]
+    prompts = [int(n) for n in args.prompt.split(",") if n]
+    what = args.what.split(",")
+    config = (
+        ModelConfig.from_file(TINY_CHECKPOINT)
+        if args.geometry == "tiny"
+        else geometry(args.geometry)
+    )
+    for mode in args.mode.split(","):
+        engine = Engine(
+            config,
+            mode,
+            device=args.device,
+            context=args.context,
+            streams=max([*batches, 9]),
+            chunk=args.chunk,
+            mixed=args.mixed,
+            tokens=args.tokens,
+        )
+        common = {"geometry": args.geometry, "mode": mode, "chunk": args.chunk, "mixed": args.mixed}
+        yield {"bench": "start", **common, **engine.start, **_memory(args.device)}
+        for length in prompts if "ttft" in what else ():
+            yield {**engine.ttft(length, args.repeats), **common}
+        for batch in batches if "decode" in what else ():
+            yield {**engine.decode(batch, 128, args.new_tokens, args.repeats), **common}
+        if "beside" in what:
+            yield {**engine.beside(8, args.beside), **common}
+        if "cached" in what:
+            yield {**engine.cached(args.cached, args.repeats), **common}
+        if "load" in what:
+            yield {**engine.load(1000), **common, **_memory(args.device)}
+        runner = engine.runner
+        ahead = {"launched": runner.num_launched, "ahead": runner.num_ahead}
+        print(f"# {mode}: {ahead}, compiled late: {runner.compiles.late}", flush=True)
+        del engine, runner
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _memory(device: str) -> dict[str, float]:
+    if device != "cuda":
+        return {}
+    return {
+        "allocated_gb": round(torch.cuda.memory_allocated() / 1e9, 3),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
+    }
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--geometry", default="v4-flash-8l", help="of bench.geometries, or tiny")
+    parser.add_argument("--mode", default="fused", help="comma-separated: eager, graph, fused")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--what", default="ttft,decode,beside,cached")
+    parser.add_argument("--batch", default="1,4,16,64")
+    parser.add_argument("--prompt", default="1024,8192,32768,65536")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument(
+        "--beside", type=int, default=32768, help="tokens of the prompt beside streams"
+    )
+    parser.add_argument("--cached", type=int, default=65536, help="tokens of the cached prompt")
+    parser.add_argument("--context", type=int, default=68 * 1024)
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--mixed", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512 * 1024, help="that the pool has room for")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", default="", help="file of rows under bench/results")
+    args = parser.parse_args()
+    rows = []
+    for row in figures(args):
+        print(orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS).decode(), flush=True)
+        rows.append(orjson.loads(orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS)))
+    if args.out:
+        print(write_rows(args.out, make_rows("bench.engine", args.device, rows)))
+
+
+if __name__ == "__main__":
+    main()
