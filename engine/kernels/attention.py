@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention_kernel import attend_kernel, combine_kernel
+from engine.kernels.overlap import overlapping
 from engine.kernels.rope import rotate_torch
 from engine.kernels.rows import Rows
 
@@ -278,6 +279,7 @@ def attend_triton(
             num_warps=tile.warps,
             # The place of a key is loaded a tile before the key.
             num_stages=2 * tile.ahead + 1,
+            **overlapping(q.device),
         )
     if tile.splits > 1:
         combine_kernel[(tokens, heads)](
@@ -292,6 +294,7 @@ def attend_triton(
             SPLITS=tile.splits,
             PADDED=1 << (tile.splits - 1).bit_length(),
             num_warps=4,
+            **overlapping(q.device),
         )
     return o
 

@@ -9,6 +9,7 @@ Places are offsets from the ring, in units of 8 elements: what the compiler need
 
 from __future__ import annotations
 
+from engine.kernels.overlap import await_previous, begin_next
 from engine.kernels.rope import rotate_device
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -176,6 +177,7 @@ def attend_kernel(
     N: tl.constexpr,
     LIST: tl.constexpr,
     HOLD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (row, M heads, split). With one split: final output; else its part, for combine.
 
@@ -184,6 +186,8 @@ def attend_kernel(
     int64 [rows of the launch, list_stride]. Rows start at row_0. scale is times log2(e). chosen:
     the choice, CHOICE topk's next power of two; or the block tables, CHOICE 0, to attend all.
     """
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = row_0 + tl.program_id(0)
     head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
@@ -288,8 +292,11 @@ def combine_kernel(
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (row, head): the parts of attend_kernel, weighted, divided and rotated back."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     position = tl.load(positions + row)
