@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import attention, reference
 from engine.kernels.attention import Tile, attend_torch, attend_triton
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
@@ -235,6 +235,23 @@ def test_mismatched_pools_are_refused():
     narrow = changed(c, 3, c.args[3].bfloat16())
     with pytest.raises(ValueError, match="entries: expected the ring's"):
         attend_triton(*narrow.args, **narrow.keywords)
+
+
+def test_many_rows_take_several_launches(monkeypatch):
+    """Rows beyond the first launch find their keys or outputs elsewhere."""
+    c = case(PREFILL, kind="choice", heads=2)
+    monkeypatch.setattr(attention, "_LAUNCH", 7)
+    got = attend_triton(*c.args, **c.keywords, tile=TILES["split"])
+    assert agree(got, attend_torch(*c.args, **c.keywords))
+
+
+def test_pools_at_odd_places_are_refused():
+    """Keys are read 16 bytes at a time from where no 16 bytes begin."""
+    c = case(DECODE, kind="window")
+    k_rows = c.args[1]
+    odd = torch.zeros(k_rows.numel() + 1, device=DEVICE)[1:].view_as(k_rows).copy_(k_rows)
+    with pytest.raises(ValueError, match="a multiple of 8 elements apart"):
+        attend_triton(*changed(c, 1, odd).args, **c.keywords)
 
 
 @given(data=st.data())
