@@ -110,13 +110,13 @@ def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
 
 
 @triton.jit
-def _weights(data, scale, rows, begin, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
              KIND: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
              EVEN: tl.constexpr):  # fmt: skip
-    """Values of rows [M] at BK columns from `begin` on: [M, BK]."""
+    """Values of rows [M] at the BK columns of a step: [M, BK]."""
     per: tl.constexpr = 2 if KIND == "fp4" else 1  # columns of a stored element
     stored: tl.constexpr = BK // per
-    column = begin // per + tl.arange(0, stored)
+    column = step * stored + tl.arange(0, stored)  # no division: its alignment must be seen
     at = data + rows[:, None] * (K // per) + column[None, :]
     valid = (rows < N)[:, None]
     codes = tl.load(at) if EVEN else tl.load(at, mask=valid & (column < K // per)[None, :], other=0)
@@ -124,7 +124,7 @@ def _weights(data, scale, rows, begin, N: tl.constexpr, K: tl.constexpr, BK: tl.
         values = codes
     else:
         grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
-        group = begin // BLOCK + tl.arange(0, BK // grain)
+        group = step * BK // BLOCK + tl.arange(0, BK // grain)
         groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
         tall: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that share it
         where = scale + rows[:, None] // tall * groups + group[None, :]
@@ -146,11 +146,11 @@ def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros((rows.shape[0], BN), tl.float32)
     x_rows = x + source[None, :].to(tl.int64) * K
-    for begin in range(0, K, BK):
-        column = begin + tl.arange(0, BK)
+    for step in range((K + BK - 1) // BK):
+        column = step * BK + tl.arange(0, BK)
         at = x_rows + column[:, None]
         values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
-        weights = _weights(data, scale, rows, begin, N, K, BK, KIND, BLOCK, dtype, EVEN)
+        weights = _weights(data, scale, rows, step, N, K, BK, KIND, BLOCK, dtype, EVEN)
         sums = dot(weights.to(dtype), values, sums)
     if KIND != "plain" and dtype == tl.bfloat16:
         sums *= 65536.0

@@ -354,16 +354,22 @@ def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.
 
 #: Rows that one program chooses for.
 _ROWS = 8
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[torch.device, Tensor] = {}
 
 
 def _counter(device: torch.device) -> Tensor:
-    """A zero that kernels count in and leave at zero; launches of one stream share it."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = device, stream
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
+    """A zero that kernels count in and leave at zero.
+
+    Captured launches share one and others another, so that a replayed graph may run beside a pass
+    of another stream. A zero written while a graph is captured would not be there until the graph
+    has run, so the first call must come before.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device not in _counters:
+        if capturing:
+            raise RuntimeError("route: expected a call before the first capture, got none")
+        _counters[device] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[device][int(capturing) :]
 
 
 def _product_shape(rows: int) -> tuple[int, int, int, int]:
@@ -403,7 +409,11 @@ def route_triton(
     image_bias: Tensor | None = None,
     scoring: Scoring = "sqrtsoftplus",
 ) -> Routing:
-    """As `route_torch`: one launch up to eight rows, two up to DECODE_ROWS."""
+    """As `route_torch`: one launch up to eight rows, two up to DECODE_ROWS.
+
+    Raises:
+        RuntimeError: the first call on a device is under capture.
+    """
     _check_choice(bias, table, scoring)
     count, (num_experts, d), device = len(x), gate.shape, x.device
     most, pairs = most_tiles(count, k, num_experts), count * k

@@ -240,10 +240,9 @@ def _larger_pairs(a, b):
     """The larger of each two numbers that are not negative."""
     if _INTERPRETED:
         return _pair(tl.maximum(_low(a), _low(b)), tl.maximum(_high(a), _high(b)))
-    else:
-        return tl.inline_asm_elementwise(
-            _LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        _LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -252,10 +251,9 @@ def _round_pair(pair, inverse, scale):
     if _INTERPRETED:
         low = round_e4m3_device(_low(pair) * inverse) * scale
         return _pair(low, round_e4m3_device(_high(pair) * inverse) * scale)
-    else:
-        return tl.inline_asm_elementwise(
-            _ROUND, "=r,r,f,f", [pair, inverse, scale], dtype=tl.int32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        _ROUND, "=r,r,f,f", [pair, inverse, scale], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
