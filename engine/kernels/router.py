@@ -368,8 +368,18 @@ def _counter(device: torch.device) -> Tensor:
     if device not in _counters:
         if capturing:
             raise RuntimeError("route: expected a call before the first capture, got none")
-        _counters[device] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[device][int(capturing) :]
+        _counters[device] = torch.zeros(8, dtype=torch.int32, device=device)
+    return _counters[device][4 * int(capturing) :]
+
+
+def _ints(device: torch.device, *sizes: int) -> list[Tensor]:
+    """Uninitialised int32 [size] each, of one allocation.
+
+    All begin at 16 bytes: Triton compiles anew for another alignment.
+    """
+    padded = [-(-size // 4) * 4 for size in sizes]
+    whole = torch.empty(sum(padded), dtype=torch.int32, device=device)
+    return [part[:size] for part, size in zip(whole.split(padded), sizes, strict=True)]
 
 
 def _product_shape(rows: int) -> tuple[int, int, int, int]:
@@ -386,9 +396,7 @@ def group_triton(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         return group_torch(experts, num_experts)
     pairs, most = rows * k, most_tiles(rows, k, num_experts)
     padded = triton.next_power_of_2(pairs)
-    sizes = [pairs, 3 * most, 1, padded]
-    ints = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
-    order, tiles, num_tiles, scratch = ints.split(sizes)
+    order, tiles, num_tiles, scratch = _ints(experts.device, pairs, 3 * most, 1, padded)
     _group_kernel[(1,)](
         experts.contiguous(), order, tiles, num_tiles, scratch, pairs, most,
         E=num_experts, PAIRS=padded, TILE=tile_pairs(rows), num_warps=4,
@@ -420,9 +428,8 @@ def route_triton(
     tile_rows, tile_experts, step, splits = _product_shape(count)
     decode, whole = count <= DECODE_ROWS, count <= _ROWS
     padded = triton.next_power_of_2(pairs) if decode else 1
-    # int32: experts, order, tiles, num_tiles and the sort's scratch lie in one allocation
-    ints = torch.empty(2 * pairs + 3 * most + 1 + padded, dtype=torch.int32, device=device)
-    experts, order, tiles, num_tiles, scratch = ints.split([pairs, pairs, 3 * most, 1, padded])
+    sizes = pairs, pairs, 3 * most, 1, padded
+    experts, order, tiles, num_tiles, scratch = _ints(device, *sizes)
     weights = torch.empty(count, k, dtype=torch.float32, device=device)
     logits = torch.empty(splits, count, num_experts, dtype=torch.float32, device=device)
     x = x.contiguous()
@@ -447,7 +454,7 @@ def route_triton(
         num_tiles,
         scratch,
     )
-    sizes = {
+    constants = {
         "E": num_experts,
         "EP": triton.next_power_of_2(num_experts),
         "K": k,
@@ -463,11 +470,11 @@ def route_triton(
     counter = _counter(device)
     _router_kernel[grid](
         x, gate, logits, counter, *choice, count, most, scaling,
-        D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **sizes,
+        D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **constants,
     )  # fmt: skip
     if not whole:
         _choose_kernel[(triton.cdiv(count, _ROWS),)](
-            logits, counter, *choice, count, most, scaling, GROUPED=decode, num_warps=4, **sizes
+            logits, counter, *choice, count, most, scaling, GROUPED=decode, num_warps=4, **constants
         )
     experts = experts.view(count, k)
     if not decode:
