@@ -2,7 +2,7 @@
 
 Single-threaded and without a clock: whoever calls `step` drives it (engine.thread, a benchmark, a
 test). What goes wrong in one request, or in one forward pass, ends the requests concerned and never
-the engine; only a bug in the scheduler itself is raised.
+the engine; only a bug in the scheduler itself and a lost device are raised.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.api import (
+    EngineDeadError,
     EngineError,
     EngineStats,
     FinishReason,
@@ -164,6 +165,9 @@ class EngineCore:
 
         Returns:
             what it adds, at most one delta per request; none for a prompt that is not through yet.
+
+        Raises:
+            EngineDeadError: the device is lost.
         """
         plan = self._scheduler.plan()
         if not plan.chunks:
@@ -172,6 +176,8 @@ class EngineCore:
         assert self._runner is not None
         try:
             result = self._runner.step(plan, self._draws(plan))
+        except EngineDeadError:
+            raise  # nothing is left to serve with
         except Exception:
             ids = [chunk.request_id for chunk in plan.chunks]
             logger.exception("step %d failed and ends the requests %s", self._steps, ids)

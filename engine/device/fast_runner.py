@@ -21,14 +21,13 @@ its writes behind these in the device's order.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.api import SamplingParams, TokenLogprob
+from engine.api import EngineDeadError, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch
 from engine.device.graphs import GraphCache
@@ -42,8 +41,6 @@ from engine.device.slices import SlicePolicy, Stopwatch
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.step import Chunk, StepPlan
-
-logger = logging.getLogger(__name__)
 
 #: Rows of prompts that are processed before the first request: one for each class of shapes.
 WARM_LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
@@ -181,6 +178,7 @@ class FastRunner:
 
         Raises:
             SealError: a buffer that graphs use has moved.
+            EngineDeadError: the device is lost, and with it all that is in its memory.
             Exception: whatever the model raised; nothing that was under way counts any more.
         """
         try:
@@ -371,12 +369,18 @@ class FastRunner:
     # ------------------------------------------------------------ faults
 
     def _forget(self) -> None:
-        """Drop all that is under way, after a fault."""
+        """Drop all that is under way, after a fault.
+
+        Raises:
+            EngineDeadError: the device does not answer any more, as after a fault of a kernel.
+        """
         self._ahead = None
         self._pass = None
         self._half = 0
         try:
             with torch.inference_mode():
                 self._lanes.clear()
-        except Exception:
-            logger.exception("the device does not answer after a fault")
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize()
+        except Exception as error:
+            raise EngineDeadError("the device does not answer after a fault") from error

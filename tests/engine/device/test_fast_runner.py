@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from engine.api import FinishReason, GenerateRequest, SamplingParams
+from engine.api import EngineDeadError, FinishReason, GenerateRequest, SamplingParams
 from engine.core import EngineCore
 from engine.device import fast_runner, prompt_pass
 from engine.device.buffers import DecodeBuffers
@@ -411,6 +411,21 @@ def test_a_failing_step_ends_its_requests_and_not_the_engine(small: Models) -> N
     load = requests(random.Random(3), 5)
 
     assert same(run(core, load), run(make_reference(small[1]), load), load)
+
+
+def test_a_lost_device_is_the_end(small: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even the buffers can be written after a fault, whoever runs the engine hears so."""
+    core = make_fast(small[0], poison=False)
+    core.submit(GenerateRequest("a", (1, 2, 3), SamplingParams(max_tokens=20)))
+    core.step()
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner_of(core).graphs, "run", lost)
+    monkeypatch.setattr(DecodeBuffers, "restart", lost)
+    with pytest.raises(EngineDeadError, match="does not answer"):
+        core.step()
 
 
 def test_a_buffer_that_moves_is_an_error_that_names_it(small: Models) -> None:
