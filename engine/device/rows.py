@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.rows import Rows
+from engine.kernels.rows import Narrowing, Rows
+from engine.plan.replay import Stage
 from engine.plan.step import Chunk
 
 
@@ -61,6 +62,61 @@ def build_rows(
         spans=tuple(zip(first.tolist(), lengths.tolist(), starts.tolist(), strict=True)),
     )
     return rows, logit_rows
+
+
+def build_narrowings(
+    rows: Rows, chunks: Sequence[Chunk], stages: Sequence[Stage]
+) -> tuple[tuple[Narrowing, ...], Tensor]:
+    """Lay out what later layers process of a pass, stage by stage.
+
+    Args:
+        rows: of the pass, from `build_rows`.
+        chunks: of the pass.
+        stages: from engine.plan.replay.stages.
+
+    Returns:
+        the narrowings, and int64 [L], the last rows of chunks that want logits, as the last stage
+        numbers them (a chunk without a row there wants none).
+    """
+    device = rows.positions.device
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    ends = np.array([chunk.end for chunk in chunks], np.int64)
+    found: list[Narrowing] = []
+    firsts = starts  # of each chunk, as the stage before has it
+    for stage in stages:
+        before, base = firsts, np.cumsum(ends - firsts) - (ends - firsts)
+        firsts = np.array(stage.firsts, np.int64)
+        lengths = ends - firsts
+        left = np.flatnonzero(lengths)
+        offsets = [base[c] + np.arange(firsts[c], ends[c]) - before[c] for c in left]
+        positions = [np.arange(firsts[c], ends[c]) for c in left]
+        counts = lengths[left].astype(np.int32)
+        at = np.cumsum(counts, dtype=np.int32) - counts
+        small = {
+            "positions": np.concatenate((*positions, firsts[:0])).astype(np.int32),
+            "seq": np.repeat(np.arange(len(left), dtype=np.int32), counts),
+            "starts": firsts[left].astype(np.int32),
+            "first": at,
+            "lengths": counts,
+            "floors": np.array(stage.floors, np.int32)[left],
+        }
+        large = {"kept": np.concatenate((*offsets, firsts[:0])), "left": left.astype(np.int64)}
+        placed = _put(small, device) | _put(large, device)
+        kept, chosen = placed.pop("kept"), placed.pop("left")
+        narrowed = Rows(
+            **placed,
+            ids=(found[-1].rows if found else rows).ids.index_select(0, kept),
+            slots=rows.slots.index_select(0, chosen),
+            tables=rows.tables.index_select(0, chosen),
+            block_size=rows.block_size,
+            max_length=int(counts.max(initial=0)),
+            max_end=rows.max_end,
+            spans=tuple(zip(at.tolist(), counts.tolist(), firsts[left].tolist(), strict=True)),
+        )
+        found.append(Narrowing(stage.layer, kept, narrowed))
+    last = np.cumsum(ends - firsts) - 1
+    wanted = [last[i] for i, c in enumerate(chunks) if c.wants_logits and ends[i] > firsts[i]]
+    return tuple(found), _put({"wanted": np.array(wanted, np.int64)}, device)["wanted"]
 
 
 def _put(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

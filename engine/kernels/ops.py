@@ -33,6 +33,7 @@ MODULES = {
     "store_window": "window",
     "attend": "attention",
     "attention_inputs": "inputs",
+    "compress": "compress",
     "store_state": "compress",
     "index_keys_from_latent": "index",
     "choose": "select",
@@ -67,6 +68,7 @@ class Ops:
     store_window: Callable[..., None]
     attend: Callable[..., Tensor]
     attention_inputs: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+    compress: Callable[..., Tensor | None]
     store_state: Callable[..., None]
     index_keys_from_latent: Callable[..., None]
     choose: Callable[..., tuple[Tensor, Tensor | None]]

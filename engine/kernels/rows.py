@@ -33,6 +33,8 @@ class Rows:
         max_end: no sequence ends this pass beyond this position (an upper bound).
         spans: (first, length, start) of each sequence as host numbers; empty in a pass that is
             captured, where the device alone knows them.
+        floors: int32 [G], lowest position that windows of a sequence's rows may reach; None for 0.
+            What lies below in a ring is nobody's (engine.plan.replay).
     """
 
     ids: Tensor
@@ -47,6 +49,7 @@ class Rows:
     max_length: int
     max_end: int
     spans: tuple[tuple[int, int, int], ...] = ()
+    floors: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -62,3 +65,18 @@ class Rows:
     def is_decode(self) -> bool:
         """Whether every sequence has one row, so that row g is sequence g."""
         return self.max_length == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """From one layer on, a pass has fewer rows (engine.plan.replay).
+
+    Args:
+        layer: the first layer with these rows.
+        kept: int64 [T'], which rows of the pass before are left.
+        rows: they; T' may be 0, then the pass ends there.
+    """
+
+    layer: int
+    kept: Tensor
+    rows: Rows

@@ -30,7 +30,7 @@ from engine.kernels.mhc import HcIn
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
 from engine.kernels.roundtrip import Form
-from engine.kernels.rows import Rows
+from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.engram import Ints, NgramHash, fold_table
 from engine.model.experts import Placement
@@ -79,6 +79,7 @@ class Pass:
         pool: memory of the requests.
         held: where stores of rolling state are put off to, None to store at once.
         taps: layer -> mean of the streams at its entry [T, d], of the layers that are tapped.
+        written: layer whose entries were written before rows were left out.
         choices: index source -> places int32 [T, K] of the entries that its readers attend.
         candidates: groups that the candidate source leaves to later choosers.
     """
@@ -87,8 +88,16 @@ class Pass:
     pool: KVPool
     held: Held | None = None
     taps: dict[int, Tensor] = field(default_factory=dict)
+    written: int | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
+
+    def narrow(self, to: Narrowing) -> None:
+        """Go on with fewer rows; what was chosen for those that are left stays chosen."""
+        self.rows = to.rows
+        self.choices = {at: c.index_select(0, to.kept) for at, c in self.choices.items()}
+        if self.candidates is not None:
+            self.candidates = self.candidates.index_select(0, to.kept)
 
 
 @dataclass(slots=True)
@@ -104,6 +113,11 @@ class Flow:
     streams: Tensor
     parts: Tensor
     site: HcIn
+
+    def select(self, rows: Tensor) -> Flow:
+        """Keep some rows, int64 [N]."""
+        parts = self.parts.index_select(0, rows)
+        return Flow(self.streams.index_select(0, rows), parts, _select_site(self.site, rows))
 
 
 class FastModel:
@@ -186,7 +200,12 @@ class FastModel:
         return self._logits(flow, None)
 
     def prefill(
-        self, rows: Rows, pool: KVPool, logit_rows: Tensor, scored: Sequence[Tensor] = ()
+        self,
+        rows: Rows,
+        pool: KVPool,
+        logit_rows: Tensor,
+        scored: Sequence[Tensor] = (),
+        narrowings: Sequence[Narrowing] = (),
     ) -> Iterator[Tensor | None]:
         """Process chunks of any length, pausing between layers.
 
@@ -195,24 +214,40 @@ class FastModel:
             pool: memory of the requests.
             logit_rows: int64 [L], rows whose logits are wanted; L may be 0.
             scored: int64 [N] each, further rows, some at a time since logits are wide.
+            narrowings: where later layers process fewer rows, ascending; logit_rows and scored
+                then count the rows of the last one.
 
         Yields:
             None after each layer, then the logits, float32 [L, V], then those of each part of the
             scored rows, float32 [N, V].
         """
-        for flow in self._layers(Pass(rows, pool)):  # noqa: B007 - the last one is needed
+        for flow in self._layers(Pass(rows, pool), narrowings):  # noqa: B007 - the last one is needed
             yield None
         yield self._logits(flow, logit_rows)
         for part in scored:
             yield self._logits(flow, part)
 
-    def _layers(self, state: Pass) -> Iterator[Flow]:
-        """Run the layers one by one; the pass's memory is complete after the last."""
+    def _layers(self, state: Pass, narrowings: Sequence[Narrowing] = ()) -> Iterator[Flow]:
+        """Run the layers one by one; the pass's memory is complete after the last.
+
+        Ends early where no row is left.
+        """
         c, w, rows, pool = self.config, self.weights, state.rows, state.pool
         streams = F.embedding(rows.ids, w.embed).to(self.dtype)
         streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
         flow: Flow | None = None
+        stages = {stage.layer: stage for stage in narrowings}
         for layer, lw in zip(c.layers, w.layers, strict=True):
+            stage = stages.get(layer.index)
+            if stage is not None:
+                assert flow is not None
+                if layer.owns_entries:
+                    self._write_entries(layer, lw, flow, state)
+                flow = flow.select(stage.kept)
+                state.narrow(stage)
+                if not stage.rows.num_rows:
+                    yield flow
+                    break
             flow = self._layer(layer, lw, streams, flow, state)
             yield flow
         if c.engram is not None:
@@ -251,6 +286,38 @@ class FastModel:
         k = self.config.num_experts_per_tok
         return Flow(streams, self.run_experts(w.moe, site, state.rows, image, k), site)
 
+    def _write_entries(self, layer: Layer, w: PackedLayer, before: Flow, state: Pass) -> None:
+        """Write a KV source's entries and index keys of all rows, before some are left out."""
+        _, site = self.turn(before.streams, before.parts, before.site, w.attn_site)
+        extras = self._extra_projections(layer, w)
+        projected = self.ops.linears(
+            [site.x] * len(extras), extras, out_dtypes=[torch.float32] * len(extras)
+        )
+        latent: Tensor | None = None
+        for number, one in enumerate(self._compressors(layer, w, list(projected), state)):
+            found = self.ops.compress(
+                one.proj,
+                one.ape,
+                one.state,
+                state.rows,
+                ratio=layer.ratio,
+                overlap=layer.overlap,
+                norm_w=one.norm_w,
+                eps=self.config.rms_norm_eps,
+                rope=self._rope[1],
+                form=one.form,
+                pool=one.pool,
+                want_latent=not number and self._wants_latent(w),
+                store=True,
+            )
+            latent = latent if found is None else found
+        if latent is not None:
+            self._index_keys(layer, w, latent, state)
+        state.written = layer.index
+
+    def _wants_latent(self, w: PackedLayer) -> bool:
+        return w.attn.index_keys is not None and w.attn.index_keys.wk is not None
+
     @property
     def plain_rope(self) -> Tensor:
         """Rotary table of window layers."""
@@ -287,13 +354,12 @@ class FastModel:
 
     def _logits(self, flow: Flow, wanted: Tensor | None) -> Tensor:
         w, c = self.weights, self.config
-        streams, parts, site = flow.streams, flow.parts, flow.site
-        post, comb, pre = site.post, site.comb, site.pre
         if wanted is not None:
-            streams, parts, post, comb, pre = (
-                t.index_select(0, wanted) for t in (streams, parts, post, comb, pre)
-            )
-        streams = self.ops.hc_out(streams, parts, post, comb)
+            if not len(wanted):
+                return flow.streams.new_empty((0, c.vocab_size), dtype=torch.float32)
+            flow = flow.select(wanted)
+        site, pre = flow.site, flow.site.pre
+        streams = self.ops.hc_out(flow.streams, flow.parts, site.post, site.comb)
         head = w.hc_head
         x = self.ops.hc_head(
             streams,
@@ -314,7 +380,8 @@ class FastModel:
         rope = self._rope[layer.ratio > 0]
         inputs, weights = [site.xq], [a.wq_a_wkv]
         kinds: list[torch.dtype | None] = [None]
-        for extra in self._extra_projections(layer, w):
+        writes = layer.index != state.written
+        for extra in self._extra_projections(layer, w, writes=writes):
             inputs.append(site.x)
             weights.append(extra)
             kinds.append(torch.float32)
@@ -328,7 +395,7 @@ class FastModel:
             act_group=self.act_group,
         )
         ring = pool.window[layer.index]
-        compressors = self._compressors(layer, w, extras, state)
+        compressors = self._compressors(layer, w, extras, state) if writes else []
         kept = state.held is None
         k_rows, latent, chooser = k.attention_inputs(
             WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.window_form),
@@ -339,7 +406,7 @@ class FastModel:
             ratio=layer.ratio,
             overlap=layer.overlap,
             eps=c.rms_norm_eps,
-            want_latent=a.index_keys is not None and a.index_keys.wk is not None,
+            want_latent=writes and self._wants_latent(w),
             store=kept,
         )
         if not kept:
@@ -367,13 +434,15 @@ class FastModel:
             self._store(state, partial(k.store_window, k_rows, rows, ring))
         return k.attention_output(o, a.wo_a, a.wo_b, c.o_groups, act_group=self.act_group)
 
-    def _extra_projections(self, layer: Layer, w: PackedLayer) -> list[Matrix]:
+    def _extra_projections(
+        self, layer: Layer, w: PackedLayer, *, writes: bool = True
+    ) -> list[Matrix]:
         """Products of the unrounded input: compressor, index compressor, index head weights."""
         a = w.attn
         found = []
-        if a.compressor is not None:
+        if a.compressor is not None and writes:
             found.append(a.compressor.proj)
-        if a.index_keys is not None and a.index_keys.compressor is not None:
+        if a.index_keys is not None and a.index_keys.compressor is not None and writes:
             found.append(a.index_keys.compressor.proj)
         if a.indexer is not None:
             found.append(a.indexer.head_weights)
@@ -612,3 +681,10 @@ def random_fast_model(
 def _placement(slots: dict[int, int] | None, device: torch.device | str) -> Placement:
     where = torch.device(device)
     return Placement(slots, device=where, pin=where.type == "cuda")
+
+
+def _select_site(site: HcIn, rows: Tensor) -> HcIn:
+    x = site.x.index_select(0, rows)
+    xq = x if site.xq is site.x else site.xq.index_select(0, rows)
+    pre, post, comb = (t.index_select(0, rows) for t in (site.pre, site.post, site.comb))
+    return HcIn(x, xq, pre, post, comb)
