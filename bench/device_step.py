@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from bench.geometries import geometry
 from bench.rows import make_rows, spread, write_rows
+from engine.api import PrefillMode
 from engine.device.kvpool import KVPool
-from engine.device.rows import build_rows
+from engine.device.rows import build_narrowings, build_rows
 from engine.kernels.ops import Implementation
 from engine.kernels.rows import Rows
 from engine.model.fast import random_fast_model
+from engine.plan.replay import stages, tail_of
 from engine.plan.step import Chunk
 
 READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
@@ -178,25 +181,91 @@ class Bench:
         nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
         return nbytes / READ_BANDWIDTH * 1e3
 
-    def time_prompt(self, length: int, chunk: int, repeats: int) -> list[float]:
-        """Milliseconds from the first launch to the logits of a prompt's last token."""
-        found = []
-        per = -(-length // BLOCK)
+    def prompt_flops(self, length: int) -> float:
+        """Floating-point operations of a prompt: products with weights, and attention."""
+        c, w = self.config, self.model.weights
+        total = 0.0
+        for layer, lw in zip(c.layers, w.layers, strict=True):
+            a, m = lw.attn, lw.moe
+            shared = sum(x.shape[-1] * x.shape[-2] for x in (m.shared13, m.shared2))
+            dense = sum(x.shape[-1] * x.shape[-2] for x in (a.wq_a_wkv, a.wq_b, a.wo_a, a.wo_b))
+            routed = c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size
+            keys = min(length, c.sliding_window)
+            if layer.ratio:
+                visible = length / layer.ratio / 2
+                keys += visible if layer.index_source is None else min(visible, c.index_topk)
+            attention = 4 * c.num_attention_heads * c.head_dim * keys
+            total += length * (2 * (dense + routed + shared) + attention)
+        return total
+
+    def profile_prompt(self, length: int, chunk: int, limit: int) -> None:
+        """Print the kernels of one prompt."""
         ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
-        for repeat in range(repeats + 1):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            self.run_prompt(ids, chunk)
             torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for first in range(0, length, chunk):
-                end = min(first + chunk, length)
-                piece = Chunk(
-                    "p", 1, first, tuple(ids[first:end]), tuple(range(1, per + 1)), end == length
-                )
-                rows, wanted = build_rows([piece], block_size=BLOCK, device="cuda")
-                *_, logits = self.model.prefill(rows, self.pool, wanted)
-            logits.argmax(-1).cpu()
-            if repeat >= 1:
-                found.append((time.perf_counter() - begin) * 1e3)
+        print(_table(trace, limit), flush=True)
+
+    def run_prompt(
+        self,
+        ids: list[int],
+        chunk: int,
+        mode: PrefillMode = "off",
+        slot: int = 1,
+        first_block: int = 1,
+    ) -> Tensor:
+        """Process a prompt in chunks; gives its last token's logits [1, V]."""
+        length = len(ids)
+        blocks = tuple(range(first_block, first_block + -(-length // BLOCK)))
+        tail = tail_of(self.config)
+        logits = torch.empty(0)
+        for first in range(0, length, chunk):
+            end = min(first + chunk, length)
+            piece = Chunk(
+                request_id="p",
+                slot=slot,
+                start=first,
+                token_ids=tuple(ids[first:end]),
+                block_ids=blocks,
+                wants_logits=end == length,
+                prefill=mode,
+                anchor=0 if mode == "off" else length - 1,
+            )
+            rows, wanted = build_rows([piece], block_size=BLOCK, device="cuda")
+            plan = stages(tail, [piece])
+            narrowings, narrowed = build_narrowings(rows, [piece], plan)
+            *_, logits = self.model.prefill(
+                rows, self.pool, narrowed if plan else wanted, narrowings=narrowings
+            )
+        return logits
+
+    def time_prompt(
+        self, length: int, chunk: int, repeats: int, modes: Sequence[PrefillMode] = ("off",)
+    ) -> dict[PrefillMode, list[float]]:
+        """Milliseconds from the first launch to the last token's logits, modes in turn."""
+        ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
+        found: dict[PrefillMode, list[float]] = {mode: [] for mode in modes}
+        for repeat in range(repeats + 1):
+            for mode in modes:
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                self.run_prompt(ids, chunk, mode).argmax(-1).cpu()
+                if repeat:
+                    found[mode].append((time.perf_counter() - begin) * 1e3)
         return found
+
+
+def _table(trace: Any, limit: int) -> str:
+    """Kernels of a trace, the most expensive first: total us, launches, us each."""
+    events = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events)
+    lines = [f"{total:10.1f} us in all, {sum(e.count for e in events)} launches"]
+    for e in events[:limit]:
+        each = e.self_device_time_total / max(e.count, 1)
+        lines.append(
+            f"{e.self_device_time_total:10.1f} us {e.count:5d} x {each:9.1f}  {e.key[:90]}"
+        )
+    return "\n".join(lines)
 
 
 def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -219,20 +288,33 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         )
         for length in prompts:
             begin = time.perf_counter()
-            times = bench.time_prompt(length, args.chunk, args.repeats)
-            row = {
-                "bench": "prompt",
-                **common,
-                "batch": 1,
-                "prompt_tokens": length,
-                "chunk": args.chunk,
-                "ttft_ms": spread(times),
-            }
-            print(
-                f"{mode} prompt {length}: {row['ttft_ms']} ({time.perf_counter() - begin:.1f} s)",
-                flush=True,
-            )
-            yield row
+            modes: list[PrefillMode] = args.prefill.split(",")
+            times = bench.time_prompt(length, args.chunk, args.repeats, modes)
+            base = statistics.median(times[modes[0]])
+            flops = bench.prompt_flops(length)
+            for prefill, values in times.items():
+                found = spread(values)
+                row = {
+                    "bench": "prompt",
+                    **common,
+                    "batch": 1,
+                    "prompt_tokens": length,
+                    "chunk": args.chunk,
+                    "prefill": prefill,
+                    "ttft_ms": found,
+                    "ttft_ratio": round(found["median"] / base, 3),
+                }
+                if prefill == "off":
+                    row["tflop_s"] = round(flops / found["median"] / 1e9, 1)
+                print(
+                    f"{mode} prompt {length} {prefill}: {found}, ratio {row['ttft_ratio']}, "
+                    f"{row.get('tflop_s')} TFLOP/s",
+                    flush=True,
+                )
+                yield row
+            print(f"# {time.perf_counter() - begin:.1f} s", flush=True)
+            if args.profile:
+                bench.profile_prompt(length, args.chunk, args.profile)
         for n in contexts:
             for batch in batches:
                 begin = time.perf_counter()
@@ -258,14 +340,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     flush=True,
                 )
                 if args.profile:
-                    print(
-                        bench.trace.key_averages().table(
-                            sort_by="cuda_time_total",
-                            row_limit=args.profile,
-                            max_name_column_width=60,
-                        ),
-                        flush=True,
-                    )
+                    print(_table(bench.trace, args.profile), flush=True)
                 yield row
         del bench
         torch.cuda.empty_cache()
@@ -282,6 +357,7 @@ def main() -> None:
     parser.add_argument("--context", default="256")
     parser.add_argument("--prompt", default="")
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--prefill", default="off", help="comma-separated: off, exact, bounded")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument(
