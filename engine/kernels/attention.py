@@ -130,8 +130,7 @@ class Tile:
         keys: of a tile.
         splits: programs that share the keys of a row, each walking its own.
         warps: per program.
-        ahead: tiles on their way to shared memory when one is computed; 0 to hold the next one in
-            registers meanwhile, with one split only.
+        ahead: tiles on their way to shared memory when one is computed.
     """
 
     heads: int
@@ -144,7 +143,7 @@ class Tile:
 #: Decode by rows of the pass, up to each: fewer programs per row where there are more rows.
 _DECODE = {
     2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1),
-    8: Tile(heads=16, keys=32, splits=10, warps=4, ahead=1),
+    8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
     16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
     32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
     128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
@@ -274,7 +273,6 @@ def attend_triton(
             SPLITS=tile.splits,
             M=tile.heads,
             N=tile.keys,
-            HOLD=tile.ahead == 0 and tile.splits == 1,
             LIST=min(1 << (share - 1).bit_length(), 1024),
             num_warps=tile.warps,
             # The place of a key is loaded a tile before the key.

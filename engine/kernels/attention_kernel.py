@@ -176,7 +176,6 @@ def attend_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     LIST: tl.constexpr,
-    HOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (row, M heads, split). With one split: final output; else its part, for combine.
@@ -235,23 +234,15 @@ def attend_kernel(
     )
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
     top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
-    total = tl.full((M,), 1.0, tl.float32)
+    # Weights are summed up by column: what a thread adds to its own needs no exchange.
+    total = tl.where(tl.arange(0, N)[None, :] == 0, 1.0, tl.zeros((M, N), tl.float32))
     if SPLITS > 1:
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    if HOLD:
-        place = tl.load(keys + first_key + tl.arange(0, N)) * 8
-        ahead = tl.load(ring + place[:, None] + column)
     for tile in range(first_key, last_key, N):
-        if HOLD:
-            key = ahead.to(queries.dtype)
-            more = tl.zeros((N,), tl.int32) + tile + N < last_key
-            place = tl.load(keys + tile + N + tl.arange(0, N), mask=more, other=0) * 8
-            ahead = tl.load(ring + place[:, None] + column, mask=more[:, None], other=0.0)
-        else:
-            place = tl.load(keys + tile + tl.arange(0, N)) * 8
-            key = tl.load(ring + place[:, None] + column).to(queries.dtype)
+        place = tl.load(keys + tile + tl.arange(0, N)) * 8
+        key = tl.load(ring + place[:, None] + column).to(queries.dtype)
         whole = tl.zeros((M, N), tl.float32)
         real = tile + tl.arange(0, N) < last_key
         if M < 64:
@@ -267,16 +258,19 @@ def attend_kernel(
         peak = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - peak[:, None])
         fade = tl.exp2(top - peak)
-        total = total * fade + tl.sum(weights, axis=1)
+        total = total * fade[:, None] + weights
         acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
         top = peak
 
+    sum_of_weights = tl.sum(total, axis=1)
     if SPLITS == 1:
-        store_output_device(o + of_row, acc / total[:, None], rope, position, head, H, D, R)
+        store_output_device(
+            o + of_row, acc / sum_of_weights[:, None], rope, position, head, H, D, R
+        )
     else:
         part = (row.to(tl.int64) * SPLITS + split) * H + head
         tl.store(sums + part * 2, top, mask=head < H)
-        tl.store(sums + part * 2 + 1, total, mask=head < H)
+        tl.store(sums + part * 2 + 1, sum_of_weights, mask=head < H)
         tl.store(o + part[:, None] * D + column, acc, mask=(head < H)[:, None])
 
 
