@@ -27,6 +27,7 @@ from gateway.call import Call, header
 from gateway.deadlines import Limits
 from gateway.errors import error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
+from gateway.prefill import DEFAULT_PREFILL, Prefill, read_prefill
 from gateway.recorder import LentReasoning, Tape
 from gateway.service import Service, nobody_listens
 from gateway.sse import KEEP_ALIVE, PING, EventStream, until_disconnect
@@ -47,12 +48,14 @@ class _Opened:
         id: of the reply.
         tape: where it is recorded.
         lent: what the cache of reasoning lent to it, where it is recorded.
+        prefill: how its prompt is to be processed.
     """
 
     exchange: Reply
     id: str
     tape: Tape | None = None
     lent: LentReasoning | None = None
+    prefill: Prefill = DEFAULT_PREFILL
 
 
 class Endpoints:
@@ -99,6 +102,7 @@ class Endpoints:
         call = Call.of(request.scope)
         reply_id = f"cmpl-{uuid4()}"
         try:
+            prefill = read_prefill(request.scope["headers"])
             codec, body = self._service.codec, await self._service.body(request)
             completion = await in_thread(
                 codec.open_completion, body, exchange_id=reply_id, created=int(time.time())
@@ -110,7 +114,9 @@ class Endpoints:
         tape = None
         if self._service.recorder is not None:
             tape = Tape("completions", reply_id, self._service.profile.name, body)
-        return await self._reply(request, call, _Opened(completion, reply_id, tape))
+        return await self._reply(
+            request, call, _Opened(completion, reply_id, tape, prefill=prefill)
+        )
 
     async def _generate(self, protocol: Protocol, request: Request) -> ASGIApp:
         call = Call.of(request.scope)
@@ -148,6 +154,7 @@ class Endpoints:
         service = self._service
         if not service.serving:
             raise not_served()
+        prefill = read_prefill(request.scope["headers"])
         body = await service.seen_body(request, protocol)
         exchange_id = str(uuid4())
         reasoning: ReasoningStore = service.reasoning
@@ -162,7 +169,7 @@ class Endpoints:
             exchange = self._open_plain(protocol, body, exchange_id, reasoning)
         else:
             exchange = await in_thread(self._open_plain, protocol, body, exchange_id, reasoning)
-        return _Opened(exchange, exchange_id, tape, lent)
+        return _Opened(exchange, exchange_id, tape, lent, prefill)
 
     def _check(self, body: bytes) -> None:
         settings = self._service.settings
@@ -223,6 +230,7 @@ class Endpoints:
             call,
             request_id=opened.id,
             scripts=[name.strip() for name in scripts.split(",")] if scripts else (),
+            prefill=opened.prefill,
             tape=opened.tape,
             settle=settle,
         )

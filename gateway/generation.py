@@ -20,6 +20,7 @@ from engine.api import (
     GenerateRequest,
     PromptTooLongError,
     SamplingParams,
+    TokenDelta,
     TokenLogprob,
 )
 from gateway.backends import Backend
@@ -27,9 +28,10 @@ from gateway.call import Call
 from gateway.deadlines import Deadline, Limits
 from gateway.errors import ServerError
 from gateway.metrics import Metrics
+from gateway.prefill import DEFAULT_PREFILL, Prefill
 from gateway.recorder import Tape
 from gateway.threads import LONG_PROMPT, in_thread, in_thread_if
-from parsers import ClientError, Completion, Exchange
+from parsers import NO_NOTE, ClientError, Completion, Exchange, PromptNote
 
 Reply = Exchange | Completion
 """Both are driven in the same way."""
@@ -65,6 +67,7 @@ class Generations:
         *,
         request_id: str,
         scripts: Sequence[str] = (),
+        prefill: Prefill = DEFAULT_PREFILL,
         tape: Tape | None = None,
         settle: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
@@ -79,6 +82,7 @@ class Generations:
             request_id: unique among the live requests.
             scripts: for the scripted backend: the line of the first generation, and that of the
                 second where a forced call needs one.
+            prefill: how the prompt is to be processed.
             tape: takes the steps where the exchange is recorded.
             settle: awaited between the end of the (only) choice and its last frames: what a client
                 may rely on once it has seen them.
@@ -90,7 +94,7 @@ class Generations:
         pace = _Pace(self._metrics, call)
         choices: Sequence[Reply] = exchange.choices
         running = [
-            self._choice(choice, request_id, index, pace, scripts, tape, settle)
+            self._choice(choice, request_id, index, pace, scripts, prefill, tape, settle)
             for index, choice in enumerate(choices)
         ]
         return running[0] if len(running) == 1 else _together(running)
@@ -102,10 +106,11 @@ class Generations:
         index: int,
         pace: _Pace,
         scripts: Sequence[str],
+        prefill: Prefill,
         tape: Tape | None,
         settle: Callable[[], Awaitable[None]] | None,
     ) -> AsyncGenerator[list[bytes], None]:
-        request = self._request(exchange, request_id, index, scripts, pace.call.salt)
+        request = self._request(exchange, request_id, index, scripts, prefill, pace.call.salt)
         deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
         begun, cached, last, completion_tokens = False, 0, 0.0, 0
         gap = self._metrics.gaps.add
@@ -128,6 +133,12 @@ class Generations:
                             cached = 0 if delta.usage is None else delta.usage.cached_tokens
                             frames = exchange.start(len(request.prompt_ids), cached)
                             pace.begin(index, now, len(request.prompt_ids), cached)
+                            note = _note(delta, prefill)
+                            if note != NO_NOTE:
+                                exchange.note_prompt(note)
+                                pace.note(index, note)
+                                if tape is not None:
+                                    tape.note(index, note)
                         if delta.token_ids:
                             if completion_tokens:
                                 gap(now - last)
@@ -175,6 +186,7 @@ class Generations:
                     prompt_ids=more.prompt_ids,
                     sampling=replace(request.sampling, max_tokens=more.max_tokens),
                     script=scripts[1] if len(scripts) > 1 else request.script,
+                    prompt_logprobs=None,
                 )
             frames += await in_thread_if(
                 exchange.heavy_close(completion_tokens), exchange.close, finish, completion_tokens
@@ -204,11 +216,17 @@ class Generations:
                 self._metrics.take_report(exchange.report)
 
     def _request(
-        self, exchange: Reply, request_id: str, index: int, scripts: Sequence[str], salt: str
+        self,
+        exchange: Reply,
+        request_id: str,
+        index: int,
+        scripts: Sequence[str],
+        prefill: Prefill,
+        salt: str,
     ) -> GenerateRequest:
         """Build what the backend is asked for on behalf of one choice."""
         sampling = exchange.sampling
-        seed = sampling.seed
+        seed, scoring = sampling.seed, sampling.scoring
         return GenerateRequest(
             id=f"{request_id}-{index}" if index else request_id,
             prompt_ids=exchange.prompt_ids,
@@ -225,6 +243,10 @@ class Generations:
                 stop_token_ids=self._stop_token_ids,
             ),
             script=scripts[0] if scripts else None,
+            prefill=prefill.mode,
+            trainer_parity=prefill.parity,
+            prompt_logprobs=None if scoring is None else scoring.rivals,
+            prompt_logprobs_start=0 if scoring is None else scoring.start,
             images=exchange.images,
             cache_salt=salt,
         )
@@ -246,6 +268,11 @@ class _Pace:
             self._metrics.first_token.observe(now - self._accepted)
             self.call.notes["prompt_tokens"] = prompt_tokens
             self.call.notes["ttft_ms"] = round((now - self._accepted) * 1000, 1)
+
+    def note(self, index: int, note: PromptNote) -> None:
+        if not index and note.prefill is not None:
+            self.call.notes["prefill"] = note.prefill["mode"]
+            self.call.notes["tail_rows"] = note.prefill["tail_rows"]
 
     def finish(self, finish: str) -> None:
         self.call.notes["finish"] = finish
@@ -287,6 +314,20 @@ async def _together(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def _note(delta: TokenDelta, asked: Prefill) -> PromptNote:
+    """What a first delta tells of the prompt; how it was processed only where that is news."""
+    usage, scores, shown = delta.usage, delta.prompt_logprobs, None
+    if usage is not None and (asked != DEFAULT_PREFILL or usage.prefill != "off"):
+        shown = {
+            "mode": usage.prefill,
+            "tail_rows": usage.tail_rows,
+            **({"reason": usage.prefill_reason} if usage.prefill_reason else {}),
+        }
+    if scores is None:
+        return PromptNote(shown, None)
+    return PromptNote(shown, [None if s is None else (s.logprob, s.top) for s in scores])
 
 
 def _logprobs(

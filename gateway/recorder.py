@@ -25,6 +25,7 @@ from parsers import (
     Codec,
     Completion,
     Exchange,
+    PromptNote,
     Protocol,
     ReasoningCache,
     ReplyError,
@@ -99,6 +100,10 @@ class Tape:
         if logprobs is not None:
             number = len(taken["generations"]) - 1, len(taken["generations"][-1]) - 1
             taken.setdefault("logprobs", []).append([*number, logprobs])
+
+    def note(self, choice: int, note: PromptNote) -> None:
+        """Take what the engine told of the prompt."""
+        self._of(choice)["note"] = [note.prefill, note.scores]
 
     def again(self, choice: int) -> None:
         """A choice goes on in a second generation."""
@@ -234,6 +239,8 @@ def _open(record: dict[str, Any], codec: Codec) -> Exchange | Completion:
 
 def _feed(exchange: Exchange | Completion, taken: dict[str, Any]) -> list[bytes]:
     frames = exchange.start(len(exchange.prompt_ids), taken.get("cached_tokens", 0))
+    if "note" in taken:
+        exchange.note_prompt(PromptNote(*taken["note"]))
     logprobs = {
         (generation, step): [(own, [(id_, score) for id_, score in top]) for own, top in found]
         for generation, step, found in taken.get("logprobs", ())

@@ -40,17 +40,26 @@ from parsers.native import (
     separate_reasoning,
 )
 from parsers.policy import BARE, Action, Doubt, GatePolicy, Hold
+from parsers.prompt_note import NO_NOTE
 from parsers.reasoning import ReasoningCache, ReasoningStore
 from parsers.report import Repaired, Report, Withheld
 from parsers.request import Stored
 from parsers.rules import PROFILES, Profile
 from parsers.toolset import ToolSet
-from parsers.values import Constraint, LogitMoves, Sampling, ServedModel
+from parsers.values import (
+    Constraint,
+    LogitMoves,
+    PromptNote,
+    PromptScoring,
+    Sampling,
+    ServedModel,
+)
 from parsers.wire import TokenLogprob
 
 __all__ = [
     "BARE",
     "LONG_REPLY",
+    "NO_NOTE",
     "PROFILES",
     "Action",
     "BootError",
@@ -69,6 +78,8 @@ __all__ = [
     "ParsedCall",
     "ParsedCalls",
     "Profile",
+    "PromptNote",
+    "PromptScoring",
     "Protocol",
     "ReasoningCache",
     "ReasoningStore",

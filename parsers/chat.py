@@ -21,6 +21,7 @@ from parsers.body import (
 )
 from parsers.chat_messages import read_messages
 from parsers.errors import ClientError
+from parsers.prompt_note import SCORING, read_scoring
 from parsers.reasoning import ReasoningStore
 from parsers.request import (
     EFFORTS,
@@ -43,6 +44,7 @@ from parsers.values import NO_MOVES, ReplyFormat, ServedModel, ToolChoice
 FIELDS = {
     **SAMPLING,
     **MOVES,
+    **SCORING,
     "stream": FLAG,
     "stream_options": kind(dict, "an object"),
     "max_tokens": TOKEN_LIMIT,
@@ -61,7 +63,7 @@ FIELDS = {
 }
 
 # What the codec is given; any other field is accepted and, unless it is heeded here, reported.
-HONOURED = frozenset(FIELDS) - {*MOVES, "chat_template_kwargs"} | {
+HONOURED = frozenset(FIELDS) - {*MOVES, *SCORING, "chat_template_kwargs"} | {
     "model",
     "messages",
     "tool_choice",
@@ -103,7 +105,8 @@ def read_chat(
         raise ClientError(f"n: expected at most {profile.max_n}, got {body['n']}", param="n")
     # Where the codec's sampling rules, as the hosted API's do, penalties have no effect.
     moves = profile.sampling == "client"
-    ignored = list(unheeded(body, HONOURED | MOVES.keys() if moves else HONOURED, NEUTRAL))
+    heeded = HONOURED | SCORING.keys()
+    ignored = list(unheeded(body, heeded | MOVES.keys() if moves else heeded, NEUTRAL))
     effort = _read_thinking(body, served, profile, ignored)
     _check_options(body)
     tools, customs = _read_tools(body)
@@ -131,6 +134,7 @@ def read_chat(
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         moves=read_moves(body) if moves else NO_MOVES,
+        scoring=read_scoring(body),
         ignored=tuple(sorted(ignored)),
         n=raw.get("n") or 1,
         reply_format=_reply_format(body.get("response_format")),

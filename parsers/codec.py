@@ -24,6 +24,7 @@ from parsers.errors import BootError, ClientError, CodecError, Protocol
 from parsers.exchange import Exchange
 from parsers.opening import READERS, open_choices
 from parsers.policy import Hold
+from parsers.prompt_note import check_scoring
 from parsers.reasoning import ReasoningStore
 from parsers.request import Request, check_bias
 from parsers.rules import PROFILES, Profile
@@ -416,6 +417,7 @@ class Codec:
                 model does not have.
         """
         check_bias(request.moves, self.vocabulary)
+        check_scoring(request.scoring, len(converted.prompt_ids))
         limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
         options = converted.native.inference_options
         if prompt_tokens >= limit:
@@ -442,6 +444,7 @@ class Codec:
             seed=options.seed,
             top_logprobs=(options.top_logprobs or 0) if options.logprobs else None,
             moves=request.moves,
+            scoring=request.scoring,
         )
 
     def wire(

@@ -27,6 +27,13 @@ from parsers.dialects import spell
 from parsers.errors import ClientError, error_body
 from parsers.exchange import LONG_REPLY, LONG_STEP
 from parsers.invoke import Finish
+from parsers.prompt_note import (
+    NO_NOTE,
+    SCORING,
+    check_scoring,
+    read_scoring,
+    write_scores,
+)
 from parsers.request import (
     FLAG,
     MOVES,
@@ -37,7 +44,7 @@ from parsers.request import (
     read_moves,
     unheeded,
 )
-from parsers.values import Sampling, ServedModel
+from parsers.values import PromptNote, Sampling, ServedModel
 
 if TYPE_CHECKING:
     from parsers.wire import TokenLogprob
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 FIELDS = {
     **SAMPLING,
     **MOVES,
+    **SCORING,
     "stream": FLAG,
     "stream_options": kind(dict, "an object"),
     "max_tokens": TOKEN_LIMIT,
@@ -96,6 +104,7 @@ class Completion:
         self.images: tuple[str, ...] = ()
         self.choices = (self,)
         self._vocabulary = vocabulary
+        self._note = NO_NOTE
         self._detokenizer = Detokenizer(vocabulary)
         self._stops = _Stops(stops)
         self._eos = frozenset(eos_token_ids)
@@ -130,6 +139,10 @@ class Completion:
         """
         self._cached = cached_tokens
         return []
+
+    def note_prompt(self, note: PromptNote) -> None:
+        """Take what the engine tells of the prompt; the end of the reply shows it."""
+        self._note = note
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
@@ -201,13 +214,22 @@ class Completion:
     def _written(self, text: str, finish: Finish | None) -> bytes:
         scored = self.sampling.top_logprobs is not None
         logprobs, self._logprobs = self._logprobs, _no_logprobs()
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "text": text,
             "logprobs": logprobs if scored else None,
             "finish_reason": finish,
         }
-        return orjson.dumps({**self._head, "choices": [choice], "usage": self._usage(finish)})
+        reply = {**self._head, "choices": [choice], "usage": self._usage(finish)}
+        if finish is not None:
+            scoring = self.sampling.scoring
+            if scoring is not None and self._note.scores is not None:
+                choice["prompt_logprobs"] = write_scores(
+                    self._note, self.prompt_ids, scoring, self._vocabulary
+                )
+            if self._note.prefill is not None:
+                reply["bathyal"] = {"prefill": self._note.prefill}
+        return orjson.dumps(reply)
 
     def _usage(self, finish: Finish | None) -> dict[str, Any] | None:
         if finish is None:
@@ -298,6 +320,8 @@ def open_completion(
     prompt, moves = read_prompt(body, vocabulary), read_moves(body)
     check_bias(moves, vocabulary)
     prompt_ids = tuple(encode(prompt)) if isinstance(prompt, str) else prompt
+    scoring = read_scoring(body)
+    check_scoring(scoring, len(prompt_ids))
     max_tokens = body.get("max_tokens", _DEFAULT_TOKENS)
     room = served.max_model_len - len(prompt_ids)
     if room < (max_tokens if "max_tokens" in body else 1):
@@ -317,6 +341,7 @@ def open_completion(
             seed=body.get("seed"),
             top_logprobs=body.get("logprobs"),
             moves=moves,
+            scoring=scoring,
         ),
         stops=[stops] if isinstance(stops, str) else stops,
         vocabulary=vocabulary,

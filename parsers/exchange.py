@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -18,12 +18,14 @@ from parsers.errors import ClientError, Protocol, ReplyError
 from parsers.frames import Frames, Tally
 from parsers.invoke import Finish
 from parsers.pipeline import Pipeline
+from parsers.prompt_note import NO_NOTE, write_scores
 from parsers.reasoning import ReasoningStore
 from parsers.report import Report
 from parsers.request import Stored
-from parsers.values import Constraint, Sampling
+from parsers.values import Constraint, PromptNote, Sampling
 
 if TYPE_CHECKING:
+    from parsers.detokenize import Vocabulary
     from parsers.wire import TokenLogprob, Wire
 
 GATHER = 64
@@ -101,6 +103,7 @@ class Exchange:
         frames: Frames,
         prompt_ids: tuple[int, ...],
         sampling: Sampling,
+        vocabulary: Vocabulary,
         constraint: Constraint | None,
         stream: bool,
         model: str,
@@ -124,6 +127,8 @@ class Exchange:
         self.choices: tuple[Exchange, ...] = (self,)
         self.stored = stored
         self.error: ReplyError | None = None
+        self._vocabulary = vocabulary
+        self._note = NO_NOTE
         self._wire = wire
         self._frames = frames
         # A reply that may end before the engine does is fed token by token: what comes after its
@@ -131,6 +136,7 @@ class Exchange:
         self._stepwise = stepwise
         self._pipeline = pipeline
         self._report = Report() if pipeline is None else pipeline.report
+        self._mark = pipeline.mark if isinstance(pipeline, Pipeline) else -1
         self._eos = frozenset(eos_token_ids)
         self._ended = False
         self._failed = False
@@ -166,6 +172,10 @@ class Exchange:
             The first frames; none for a whole reply.
         """
         return self._frames.frames(self._wire.ready(prompt_tokens, cached_tokens))
+
+    def note_prompt(self, note: PromptNote) -> None:
+        """Take what the engine tells of the prompt; the end of the reply shows it."""
+        self._note = note
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
@@ -214,12 +224,10 @@ class Exchange:
         """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
         if len(token_ids) > LONG_STEP:
             return True
-        pipeline = self._pipeline
-        if not isinstance(pipeline, Pipeline):
+        if self._mark not in token_ids and self._mark not in self._gathered:
             return False
-        if self._gathered:
-            return pipeline.heavy(self._gathered) or pipeline.heavy(token_ids)
-        return pipeline.heavy(token_ids)
+        assert isinstance(self._pipeline, Pipeline)
+        return self._pipeline.gate.heavy  # a call may end, which is then judged
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may: the codec counts the reasoning by encoding it once more."""
@@ -342,7 +350,7 @@ class Exchange:
     def _body(self) -> str:
         if self.error is not None:
             raise self.error
-        body = self._frames.seal_body(self._wire.body(), self._count(), self._report.extension())
+        body = self._frames.seal_body(self._wire.body(), self._count(), self._extension())
         self._last_event = body
         return body
 
@@ -390,11 +398,22 @@ class Exchange:
             return self._received
         return self._completion_tokens
 
+    def _extension(self) -> dict[str, Any] | None:
+        """The reply's field ``bathyal``: the gate's report, and what is told of the prompt."""
+        found = self._report.extension() or {}
+        if self._note.prefill is not None:
+            found["prefill"] = self._note.prefill
+        scoring = self.sampling.scoring
+        if scoring is not None and self._note.scores is not None:
+            scores = write_scores(self._note, self.prompt_ids, scoring, self._vocabulary)
+            found["prompt_logprobs"] = scores
+        return found or None
+
     def _seal(self, chunks: list[str]) -> None:
         """Complete the last chunks: the engine's count, the gate's report."""
         if not self.stream:
             return
-        self._frames.seal(chunks, self._count(), self._report.extension())
+        self._frames.seal(chunks, self._count(), self._extension())
         self._last_event = chunks[-1]
 
 

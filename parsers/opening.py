@@ -133,6 +133,7 @@ class _Opening:
             pipeline=self._pipeline(wire, tools, edits) if gated else None,
             prompt_ids=self.converted.prompt_ids,
             sampling=self.sampling,
+            vocabulary=codec.vocabulary,
             constraint=self.converted.constraint,
             stream=self.converted.stream,
             model=request.model,

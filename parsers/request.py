@@ -16,7 +16,7 @@ from parsers.body import Body, describe, fail, integer, is_number, kind, number,
 from parsers.detokenize import Vocabulary
 from parsers.errors import ClientError
 from parsers.schemas import check_size
-from parsers.values import NO_MOVES, LogitMoves, ReplyFormat, ServedModel, ToolChoice
+from parsers.values import NO_MOVES, LogitMoves, PromptScoring, ReplyFormat, ServedModel, ToolChoice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
 
@@ -102,6 +102,7 @@ class Request:
         summary: the reasoning is wanted as a summary too (Responses).
         echo: fields of a Responses reply that repeat the request and the codec does not know.
         stored: see ``Stored``; None in other protocols.
+        scoring: which prompt tokens are to be scored; None for none.
     """
 
     body: Body
@@ -122,6 +123,7 @@ class Request:
     summary: bool = False
     echo: dict[str, Any] = field(default_factory=dict)
     stored: Stored | None = None
+    scoring: PromptScoring | None = None
 
 
 def check_model(body: Body, served: ServedModel) -> str:

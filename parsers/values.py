@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from parsers.wire import TokenLogprob
 
 ModelVersion = Literal["v4", "v4.1"]
 
@@ -64,6 +68,33 @@ NO_MOVES = LogitMoves()
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which prompt tokens are to be scored.
+
+    Args:
+        rivals: how many of the most likely tokens are told beside each, 0-20.
+        start: position of the first.
+    """
+
+    rivals: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptNote:
+    """What the engine told of a prompt.
+
+    Args:
+        prefill: how it was processed, to be shown as it is; None to show nothing.
+        scores: one for each prompt token from the asked position on, None for token 0; None where
+            nothing was asked for.
+    """
+
+    prefill: Mapping[str, Any] | None
+    scores: Sequence[TokenLogprob | None] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the engine is to choose tokens, resolved from the request.
 
@@ -74,6 +105,7 @@ class Sampling:
         seed: None leaves the choice to the engine.
         top_logprobs: None for no logprobs, else how many rivals to report, 0-20.
         moves: penalties and biases.
+        scoring: which prompt tokens are to be scored; None for none.
     """
 
     max_tokens: int
@@ -82,6 +114,7 @@ class Sampling:
     seed: int | None = None
     top_logprobs: int | None = None
     moves: LogitMoves = NO_MOVES
+    scoring: PromptScoring | None = None
 
 
 @dataclass(frozen=True, slots=True)

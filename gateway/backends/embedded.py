@@ -73,6 +73,7 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=logprobs,
         usage=next((d.usage for d in reversed(deltas) if d.usage is not None), None),
+        prompt_logprobs=deltas[0].prompt_logprobs,  # only a first delta has them
     )
 
 
