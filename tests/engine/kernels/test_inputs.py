@@ -61,7 +61,7 @@ class Layer:
 
     def run(self, call: object, rows: Rows, store: bool) -> list[Tensor | None]:
         """Everything that the call gives or writes."""
-        table = rope_table(rope_frequencies(16, 100.0).to(DEVICE), 64)
+        table = rope_table(rope_frequencies(16, 100.0).to(DEVICE), 256)
         given = call(
             self.window, self.compressors, self.queries, table, rows,
             ratio=self.ratio, overlap=self.overlap, eps=1e-6, want_latent=self.want_latent,
