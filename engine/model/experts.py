@@ -168,6 +168,11 @@ class PagedExperts:
         """K."""
         return len(self.slots)
 
+    @property
+    def pin_seconds(self) -> float:
+        """Time that pinning the store took."""
+        return self._buffer.pin_seconds
+
     def is_one_wave(self, routing: Routing) -> bool:
         """Whether a pass fits the slots whatever its rows are routed to; shapes decide."""
         return routing.experts.numel() <= self.num_slots
