@@ -88,11 +88,12 @@ TILINGS = ((128, 128, 8, 0), (64, 64, 8, 0), (128, 64, 8, 6), (128, 64, 4, 0))
 
 def tilings(case: Case, jobs: list[gemv.Job]) -> list[tuple[str, list[gemv.Config]]]:
     """Configurations of all jobs of a case, the shipped one first."""
-    found = [("*", [gemv.choose(job) for job in jobs])]
+    total = sum(job.w.nbytes for job in jobs)
+    found = [("*", [gemv.choose(job, job.w.nbytes / total) for job in jobs])]
     for bn8, bn16, most, stages in TILINGS:
         configs = []
         for job in jobs:
-            base = gemv.choose(job)
+            base = gemv.choose(job, job.w.nbytes / total)
             bn = max(bn8 if job.w.kind == "fp8" else bn16, job.out_group)
             split = min(base.split * bn // base.bn if bn > base.bn else base.split, most)
             configs.append(gemv.Config(base.bt, bn, base.bk, split, stages or base.stages))

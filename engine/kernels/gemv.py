@@ -23,11 +23,10 @@ from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Most rows this kernel takes; more are a matter of arithmetic (engine.kernels.gemm).
 MAX_ROWS = 64
-#: Programs that keep the memory of an H200 busy.
-_PROGRAMS = 264
-_WARPS = 4
+#: Programs an H200 has room for: three on each of its 132 processors.
+_PROGRAMS = 396
 _MAX_JOBS = 4
-#: Most shares of K, and what a kernel adds up, so that one kernel serves any number of shares.
+#: Most shares of K that a kernel adds up; one compiled kernel serves any number of them.
 _MOST_SHARES = 8
 
 
@@ -74,23 +73,21 @@ class Config:
 
 @triton.jit
 def _e4m3_as_bf16(w):
-    """Values of e4m3 codes [..., 4 n] as bfloat16, four per instruction sequence."""
-    # A code's seven low bits are the top of a bfloat16's exponent and mantissa, 2**120 too small.
+    """Values of e4m3 codes [..., 4 n] times 2 ** -120 as bfloat16, four at a time.
+
+    A code's seven low bits are the lowest exponent and the highest mantissa bits of a bfloat16. A
+    byte permutation can extend signs, so that sign and bits arrive by one shift and one mask.
+    """
     return tl.inline_asm_elementwise(
         asm="""
         {
-        .reg .b32 a, b, c, d, e;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07F007F0;
-        and.b32 d, d, 0x07F007F0;
-        lop3.b32 a, a, 0x80008000, c, 0xEA;
-        lop3.b32 b, b, 0x80008000, d, 0xEA;
-        mov.b32 e, 0x7B807B80;
-        mul.rn.bf16x2 $0, a, e;
-        mul.rn.bf16x2 $1, b, e;
+        .reg .b32 a, b;
+        prmt.b32 a, $2, 0, 0x9180;
+        prmt.b32 b, $2, 0, 0xB3A2;
+        shl.b32 a, a, 4;
+        shl.b32 b, b, 4;
+        and.b32 $0, a, 0x87F087F0;
+        and.b32 $1, b, 0x87F087F0;
         }
         """,
         constraints="=r,=r,r",
@@ -163,13 +160,13 @@ def _tile(
             a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
             b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
         if BLOCK > 0:
-            if HOPPER and not wide:
-                b = _e4m3_as_bf16(b)
-            else:
-                b = b.to(tl.float32).to(work)
+            quick: tl.constexpr = HOPPER and not wide
+            b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
             # The next block's scale is on its way while this block is multiplied.
             later = _scale_at(scale, column, k0 + BK, N, K, BLOCK, BN)
-            acc += dot(a.to(work), b, tl.zeros((BT, BN), tl.float32)) * factor
+            products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
+            # What the codes lack, in two steps: neither they nor the scale may overflow.
+            acc += (products * 2.0**60 * (factor * 2.0**60)) if quick else products * factor
             factor = later
         else:
             acc = dot(a.to(work), b.to(work), acc)
@@ -225,8 +222,10 @@ def _job(
     first = part * share
     last = tl.minimum(first + share, K)
     if OVERLAP and EVEN:
+        # What the pipeline will ask for first, and no more: the cache would not hold all of it.
         size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, (last - first) * size)
+        ahead = tl.minimum(last - first, (STAGES - 1) * BK)
+        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, ahead * size)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     x += n0 // rows_of_group * K
@@ -299,28 +298,35 @@ def _gemv(
 # ---------------------------------------------------------------- launch
 
 
-def choose(job: Job) -> Config:
+def choose(job: Job, share: float = 1.0) -> Config:
     """Tiling of a job, from host shapes alone: a table by class of shape.
 
     Args:
         job: the product.
+        share: part of the launch's bytes that it reads.
     """
     n, k = job.w.shape
     rows = job.x.shape[0]
-    bt = 16 if rows <= 16 else 32
+    bt, bn, stages, programs = 16, 128, 4, _PROGRAMS * share
     if job.w.kind == "fp8":
-        # A block's scale must not change within a step; 48 KiB of weights are on their way.
+        # A block's scale must not change within a step.
         bk = min(128, job.w.block)
-        bn, stages, programs = (128, 4, _PROGRAMS) if bk == 128 else (128, 10, 2 * _PROGRAMS)
+        if bk < 128:
+            stages, programs = 10, 2 * programs
     else:
-        bn, bk, stages, programs = 64, 128 // job.w.data.element_size(), 4, _PROGRAMS
-        # Nothing is unpacked in registers, so that 64 rows fit: weights are read once.
-        bt = 64 if rows > 32 and bk == 64 else bt
+        bk = 128 // job.w.data.element_size()
+        bn = 64 if rows <= 32 else 128
+    if rows > 32:
+        # One tile of rows, so that weights are read and unpacked once; a program is twice as large.
+        bt, bk, programs = 64, min(bk, 64), programs * 2 / 3
+    elif rows > 16:
+        bt, programs = 32, programs * 2 / 3
     if job.groups > 1:
         bn = min(bn, n // job.groups)
-    tiles = -(-n // bn) * -(-rows // bt)
-    most = max(1, min(programs // tiles, -(-k // bk) // 4, _MOST_SHARES))
-    return Config(bt, bn, bk, 1 << (most.bit_length() - 1), stages)
+    tiles, steps = triton.cdiv(n, bn) * triton.cdiv(rows, bt), triton.cdiv(k, bk)
+    most = 2 * _MOST_SHARES if job.out.dim() == 3 else _MOST_SHARES
+    split = max(1, min(int(programs / tiles), steps // 2, most))
+    return Config(bt, bn, bk, triton.cdiv(steps, triton.cdiv(steps, split)), stages)
 
 
 _COUNTERS: dict[torch.device, Tensor] = {}
@@ -346,12 +352,12 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
     device = jobs[0].x.device
     counters = _counters(device)
     scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
-    used = 0
+    used, large = 0, configs[0].bt == 64
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
-        tiles = -(-n // config.bn) * -(-rows // config.bt)
-        share = -(-k // (config.bk * config.split)) * config.bk
-        even = n % config.bn == 0 and k % (config.bk * config.split) == 0
+        tiles = triton.cdiv(n, config.bn) * triton.cdiv(rows, config.bt)
+        share = triton.cdiv(triton.cdiv(k, config.bk), config.split) * config.bk
+        even = n % config.bn == 0 and k % config.bk == 0
         parts = job.out.dim() == 3
         waits = config.split > 1 and not parts
         scratches.append(
@@ -384,7 +390,8 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         MOST=_MOST_SHARES,
         FORMS=tuple(forms),
         TILES=tuple((c.bt, c.bn, c.bk, c.stages) for c in configs),
-        num_warps=_WARPS,
+        num_warps=8 if large else 4,
+        maxnreg=128 if large else None,
         launch_pdl=overlaps(device),
     )
 
@@ -393,13 +400,14 @@ def run(jobs: Sequence[Job]) -> None:
     """Run products of the same rows, four to a launch, with the tilings of `choose`."""
     for first in range(0, len(jobs), _MAX_JOBS):
         batch = jobs[first : first + _MAX_JOBS]
-        launch(batch, [choose(job) for job in batch])
+        total = sum(job.w.nbytes for job in batch)
+        launch(batch, [choose(job, job.w.nbytes / total) for job in batch])
 
 
 def run_parts(x: Tensor, w: Matrix) -> Tensor:
     """Product of x [T, K] with w [N, K] as float32 summands [T, P, N]."""
-    empty = torch.empty(0, dtype=torch.float32, device=x.device)
-    config = choose(Job(x, w, empty))
+    unknown = torch.empty((0, 0, 0), dtype=torch.float32, device=x.device)
+    config = choose(Job(x, w, unknown))
     shape = len(x), config.split, w.shape[0]
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     launch([Job(x, w, out)], [config])
