@@ -1,6 +1,7 @@
 """Attention of one pass over window keys and compressed entries (model.md 2.4), and for decode.
 
-Every row's H heads attend one set of keys, which are the values too: the last W positions, and
+Every row's H heads attend one set of keys, which are the values too: the last W positions (of
+those from its sequence's floor on), and
 compressed entries, either those of a choice or all that are visible. A sink per head takes
 probability and gives no value. Queries come raw from their projection: head norm (V4) and rotation
 happen here, and the outputs are rotated back.
@@ -101,7 +102,8 @@ def _window_of(
     passed = torch.where(own, rows.first[seq][:, None] + at - starts, 0).long()
     slots = rows.slots[seq].long()[:, None]
     kept = ring[slots, at.long() % window].to(k_rows.dtype)
-    return torch.where(own[..., None], k_rows[passed], kept), at >= 0
+    floors = 0 if rows.floors is None else rows.floors[seq][:, None]
+    return torch.where(own[..., None], k_rows[passed], kept), at >= floors
 
 
 def _entries_of(
@@ -250,6 +252,7 @@ def attend_triton(
             rows.slots,
             rows.starts,
             rows.first,
+            rows.first if rows.floors is None else rows.floors,
             parts,
             sums,
             scratch,
@@ -269,6 +272,7 @@ def attend_triton(
             HAS_ENTRIES=entries is not None,
             CHOICE=0 if choice is None else 1 << (topk - 1).bit_length(),
             HEAD_NORM=head_norm_eps is not None,
+            HAS_FLOORS=rows.floors is not None,
             IS_DECODE=rows.is_decode,
             SPLITS=tile.splits,
             M=tile.heads,

@@ -83,6 +83,7 @@ def list_keys_device(
     keys,
     first,
     last,
+    window,
     position,
     start,
     own,
@@ -103,13 +104,14 @@ def list_keys_device(
         keys: pointer to the row's list, int64.
         first: of the share.
         last: end of the share.
+        window: keys of the row's window.
         position: of the row.
         start: position of the first row of its sequence in this pass.
         own: place of that row's key.
         kept: place of the sequence's ring.
         entries: place of entry 0 of the pool.
         chosen: pointer to the row's choice, or to its sequence's block table.
-        W: window.
+        W: rows of a ring.
         D: head width.
         N: keys of a tile.
         PER_BLOCK: entries in a block.
@@ -119,7 +121,6 @@ def list_keys_device(
     """
     UNITS: tl.constexpr = D // 8
     filled = first + tl.cdiv(last - first, N) * N
-    window = tl.minimum(position + 1, W)
     for base in range(first, filled, LIST):
         i = base + tl.arange(0, LIST)
         at = position + 1 - window + i
@@ -152,6 +153,7 @@ def attend_kernel(
     slots,
     starts,
     first,
+    floors,
     o,
     sums,
     scratch,
@@ -171,6 +173,7 @@ def attend_kernel(
     HAS_ENTRIES: tl.constexpr,
     CHOICE: tl.constexpr,
     HEAD_NORM: tl.constexpr,
+    HAS_FLOORS: tl.constexpr,
     IS_DECODE: tl.constexpr,
     SPLITS: tl.constexpr,
     M: tl.constexpr,
@@ -207,8 +210,12 @@ def attend_kernel(
         start = tl.load(starts + sequence)
         first_row = tl.load(first + sequence)
 
+    reach = position + 1
+    if HAS_FLOORS:
+        reach = tl.maximum(reach - tl.load(floors + sequence), 0)
+    window = tl.minimum(reach, W)
     first_key = 0
-    last_key = tl.minimum(position + 1, W)
+    last_key = window
     if HAS_ENTRIES:
         if CHOICE > 0:
             chosen += row.to(tl.int64) * chosen_stride
@@ -226,7 +233,7 @@ def attend_kernel(
     own = k_rows_place + first_row.to(tl.int64) * (D // 8)
     kept = tl.load(slots + sequence).to(tl.int64) * (W * D // 8)
     list_keys_device(
-        keys, first_key, last_key, position, start, own, kept, entries_place, chosen,
+        keys, first_key, last_key, window, position, start, own, kept, entries_place, chosen,
         W, D, N, PER_BLOCK, CHOICE, HAS_ENTRIES, LIST,
     )  # fmt: skip
     queries = ready_queries_device(

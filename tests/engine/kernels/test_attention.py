@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -109,9 +109,10 @@ def by_the_rules(c: Case) -> Tensor:
     for t in range(rows.num_rows):
         position, i = int(rows.positions[t]), int(rows.seq[t])
         start, slot = int(rows.starts[i]), int(rows.slots[i])
+        floor = 0 if rows.floors is None else int(rows.floors[i])
         keys = [
             k_rows[int(rows.first[i]) + p - start] if p >= start else ring[slot, p % window]
-            for p in range(max(0, position - window + 1), position + 1)
+            for p in range(max(floor, position - window + 1), position + 1)
         ]
         if entries is not None and choice is not None:
             flat = entries.flatten(0, 1)
@@ -235,6 +236,25 @@ def test_mismatched_pools_are_refused():
     narrow = changed(c, 3, c.args[3].bfloat16())
     with pytest.raises(ValueError, match="entries: expected the ring's"):
         attend_triton(*narrow.args, **narrow.keywords)
+
+
+@pytest.mark.parametrize("kind", ["window", "choice"])
+@pytest.mark.parametrize("sequences", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_windows_end_at_the_floor(sequences, kind):
+    """A window reaches below its sequence's floor, where a ring holds what is nobody's."""
+    c = case(sequences, kind=kind, heads=2)
+    starts = c.rows.starts.tolist()
+    floors = [max(0, start - back) for start, back in zip(starts, (2, 0, 0, 3, 1), strict=True)]
+    for i, (start, floor) in enumerate(zip(starts, floors, strict=True)):
+        for p in range(max(0, start - 8), floor):
+            c.args[2][c.rows.slots[i], p % 8] = float("nan")
+    low = torch.tensor(floors, dtype=torch.int32, device=DEVICE)
+    floored = changed(c, 7, replace(c.rows, floors=low))
+    want = by_the_rules(floored)
+    assert want.isfinite().all()
+    assert torch.allclose(attend_torch(*floored.args, **c.keywords), want, atol=2e-6)
+    assert agree(attend_triton(*floored.args, **c.keywords), want)
+    assert attend_torch(*c.args, **c.keywords).isnan().any()
 
 
 def test_many_rows_take_several_launches(monkeypatch):
