@@ -1,6 +1,6 @@
 """The gateway against a minimal server around the bare codec, on the same machine in the same run.
 
-    python -m bench.gateway [--quick]
+    python -m bench.gateway [--quick] [--others DIR]
 
 Both servers run as processes of their own over the same played tokens, on one core; the load comes
 from another. Their costs are read from the kernel (CPU seconds of the process), so that what the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from bench import rows
+from bench import gateway_others as others, rows
 from engine import TINY_CHECKPOINT
 from engine.api import ModelInfo
 from gateway.backends.embedded import EmbeddedBackend
@@ -147,6 +148,7 @@ def head(load: Load, content: bytes) -> bytes:
     """The request's head; the connection is closed by the server, so its end is seen."""
     return (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
+        f"authorization: Bearer {others.KEY}\r\ncontent-type: application/json\r\n"
         f"x-bathyal-script: {load.script}\r\ncontent-length: {len(content)}\r\n\r\n"
     ).encode()
 
@@ -269,6 +271,55 @@ def many(ours: Any, model: str, quick: bool) -> Iterator[dict[str, Any]]:
     }
 
 
+def beside(
+    bin_: Path, folder: Path, info: ModelInfo, core: int | None, quick: bool
+) -> Iterator[dict[str, Any]]:
+    """The figures of LiteLLM's proxy and of smg, each in front of our server."""
+    tokens = tokens_of(info)
+    played = [line for line in script_lines() if line["name"] in ("prose", "call", "short")]
+    streams, wholes = (2, 20) if quick else (8, 150)
+    loads = [
+        Load("stream-prose", "prose", False, True, streams, 4),
+        Load("stream-call", "call", True, True, streams, 4),
+        Load("whole-16-at-once", "short", False, False, wholes, 16),
+        Load("whole-serial", "short", False, False, wholes, 1),
+    ]
+    with others.engines(folder, played, server) as ports:
+        with others.litellm(bin_, folder, ports, others_port(), core) as found:
+            for load in loads:
+                if load.tools:
+                    continue
+                yield _beside("litellm", found, load, load.script, tokens, quick)
+        for load in loads:
+            with others.smg(bin_, ports[load.script], others_port(), core) as found:
+                yield _beside("smg", found, load, "bathyal-tiny", tokens, quick)
+
+
+def _beside(
+    name: str, found: Any, load: Load, model: str, tokens: dict[str, int], quick: bool
+) -> dict[str, Any]:
+    process, port = found
+    measure(process, port, load, model)  # warms up
+    taken = [measure(process, port, load, model) for _ in range(1 if quick else 5)]
+    row: dict[str, Any] = {"mode": f"{name}-{load.name}"}
+    if load.stream:
+        per_token = [cpu / tokens[load.script] * 1e6 for cpu, _, _ in taken]
+        return {**row, "cpu_us_per_token": rows.spread(per_token)}
+    return {
+        **row,
+        "cpu_us_per_request": rows.spread([cpu * 1e6 for cpu, _, _ in taken]),
+        "requests_per_s": rows.spread([rate for _, rate, _ in taken]),
+        "latency_ms": rows.spread([median(seconds) * 1000 for _, _, seconds in taken]),
+    }
+
+
+def others_port() -> int:
+    """A port that is free now, and the one behind it most likely."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
 async def _peak(process: subprocess.Popen[str], port: int, load: Load, model: str) -> int:
     """Drive a load; returns the most memory the server held meanwhile."""
     task = asyncio.create_task(drive(port, load, model))
@@ -284,7 +335,9 @@ def main() -> None:
     """Measure, print, and keep the rows of a whole run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing is kept")
-    quick = parser.parse_args().quick
+    parser.add_argument("--others", type=Path, help="folder of litellm and smg, to measure too")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     info = EmbeddedBackend(TINY_CHECKPOINT).info
     cores = sorted(os.sched_getaffinity(0))
     core, rest = (cores[0], set(cores[1:])) if len(cores) > 1 else (None, set(cores))
@@ -304,6 +357,8 @@ def main() -> None:
                 *whole(ours, bare, info.name, quick),
                 *many(ours, info.name, quick),
             ]
+        if arguments.others is not None:
+            figures += beside(arguments.others, Path(folder), info, core, quick)
     for figure in figures:
         figure |= {"bench": "gateway", "load_average_before": round(load_before, 1)}
         print(orjson.dumps(figure).decode())

@@ -44,6 +44,7 @@ class Pipeline:
     Attributes:
         error: the error that the reply has to end in.
         satisfied: whether no further output is wanted.
+        mark: id of the marker without which no call begins or ends.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Pipeline:
         self.satisfied = False
         self._wire = wire
         self._vocabulary = vocabulary
-        self._mark = vocabulary.special(MARK_TEXT)
+        self.mark = vocabulary.special(MARK_TEXT)
         self._detokenizer = Detokenizer(vocabulary)
         self._parser = DsmlParser(reasoning=reasoning, forced=forced)
         self._stitch = stitch
@@ -80,10 +81,6 @@ class Pipeline:
     def called(self) -> bool:
         """Whether the model has called, or may have."""
         return self.gate.called or not self._parser.outside
-
-    def heavy(self, token_ids: Sequence[int]) -> bool:
-        """Whether a step of these ids may take long: it may end a call that has to be judged."""
-        return self._mark in token_ids and self.gate.heavy
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None

@@ -224,7 +224,7 @@ class ScriptedBackend:
         usage = Usage(len(request.prompt_ids), len(token_ids))
         live = self._live[request_id] = _Live()
         self._prompt_tokens += len(request.prompt_ids)
-        pause = line.delay_ms / 1000
+        pause, steps = line.delay_ms / 1000, 0
         # where the last step begins, if it is one that ends well
         last = len(token_ids) if finish is FinishReason.ERROR else len(token_ids) - size
         try:
@@ -236,8 +236,7 @@ class ScriptedBackend:
                 if live.over:
                     break
                 step = token_ids[start : start + size]
-                self._steps += 1
-                self._completion_tokens += len(step)
+                steps += 1
                 logprobs = None if top is None else _certain(step, top)
                 if start < last:
                     yield TokenDelta(request_id, step, logprobs)
@@ -255,6 +254,8 @@ class ScriptedBackend:
                 yield TokenDelta(request.id, (), None, FinishReason.ERROR, usage, error)
         finally:
             del self._live[request.id]
+            self._steps += steps
+            self._completion_tokens += min(steps * size, len(token_ids))
 
     def abort(self, request_id: str) -> None:
         """End a generation without a further delta; harmless for an id that does not live."""
