@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 
 
-@pytest.fixture(scope="module", params=["torch"])
+@pytest.fixture(scope="module", params=["torch", "triton"])
 def model(request: pytest.FixtureRequest) -> Qwen3Model:
     return load_qwen3(GOLDEN, kernels=request.param, device=DEVICE, dtype=torch.float32)
 
