@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device
@@ -269,11 +268,9 @@ def _compress(
     norm_w, eps, rope, pool, latent,
     RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
-    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program t: row t."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     compress_device(
         tl.program_id(0), proj, proj_stride, ape, state, positions, seq, slots, starts, first,
         tables, table_width, norm_w, eps, rope, pool, latent,
@@ -285,11 +282,8 @@ def _compress(
 def _store_state(
     proj, proj_stride, ape, state, slots, starts, first, lengths,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, HAS_APE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g): ring row i of sequence g, if one of its last rows belongs there."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     i, g = tl.program_id(0), tl.program_id(1)
     start, length = tl.load(starts + g), tl.load(lengths + g)
     end = start + length
@@ -332,7 +326,7 @@ def compress_triton(
         RATIO=ratio, PAIRED=overlap, D=dim, RING=1 if state is None else state.shape[1],
         PER_BLOCK=rows.block_size // ratio, PAIRS=rope.shape[2], FORM=form,
         HAS_APE=ape is not None, LATENT=want_latent, STORE=fused, CHUNK=min(members, 8),
-        num_warps=8 if members > 8 else 4, **overlapping(proj.device),
+        num_warps=8 if members > 8 else 4,
     )  # fmt: skip
     if store and not fused:
         assert state is not None
@@ -355,5 +349,4 @@ def store_state_triton(
         proj, proj.stride(0), ape, state, rows.slots, rows.starts, rows.first,
         rows.lengths if lengths is None else lengths,
         RATIO=ratio, WIDTH=state.shape[2] // 2, RING=ring, HAS_APE=ape is not None, num_warps=4,
-        **overlapping(proj.device),
     )  # fmt: skip

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import powers
-from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
@@ -179,11 +178,9 @@ def _lookup(
     ids, positions, seq, slots, starts, fold, history, multipliers, primes, offsets, weight, scale,
     out, pad, image,
     N: tl.constexpr, RING: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): the i-th table row, order by order, of row t."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     i, t = tl.program_id(0), tl.program_id(1)
     g = tl.load(seq + t)
     position, start, slot = tl.load(positions + t), tl.load(starts + g), tl.load(slots + g)
@@ -219,11 +216,9 @@ def _lookup(
 @triton.jit
 def _store_history(
     ids, slots, starts, first, lengths, fold, history, image,
-    RING: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
+    RING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program g: the last ids of sequence g."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     g = tl.program_id(0)
     length = tl.load(lengths + g)
     i = tl.arange(0, LANES)
@@ -238,11 +233,9 @@ def _store_history(
 @triton.jit
 def _apply(
     streams, projected, weight, ids, out, eps, image,
-    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t): stream s of row t."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     s, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     real = column < D
@@ -283,7 +276,7 @@ def engram_lookup_triton(
         weight if scale is None else weight.view(torch.uint8), scale, out, pad, image,
         N=longest, RING=history.shape[1], HEADS=count // (longest - 1), WIDTH=width,
         BLOCK=triton.next_power_of_2(width), GROUP=TABLE_GROUP, SCALED=scale is not None,
-        num_warps=1, **overlapping(out.device),
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -301,7 +294,6 @@ def store_history_triton(
     _store_history[(rows.num_sequences,)](
         rows.ids, rows.slots, rows.starts, rows.first, rows.lengths if lengths is None else lengths,
         fold, history, image, RING=ring, LANES=triton.next_power_of_2(ring), num_warps=1,
-        **overlapping(history.device),
     )  # fmt: skip
 
 
@@ -321,6 +313,5 @@ def engram_apply_triton(
     _apply[(streams_count, count)](
         streams, projected, weight, rows.ids, out, eps, image,
         S=streams_count, D=dim, BLOCK=block, num_warps=max(1, min(8, block // 512)),
-        **overlapping(out.device),
     )  # fmt: skip
     return out

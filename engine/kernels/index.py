@@ -12,7 +12,6 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
-from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device
@@ -136,11 +135,8 @@ def _index_keys(
     latent, wk, norm_w, eps, rope, positions, seq, tables, table_width, pool, count,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr,
     PAIRS: tl.constexpr, FORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program i: rows i * BM and after. WIDE is the latents' width, D the keys'."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     kind: tl.constexpr = pool.dtype.element_ty
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     real = row < count
@@ -187,7 +183,6 @@ def index_keys_from_latent_triton(
         rows.tables.shape[1], pool, count,
         RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=pool.shape[-1],
         PAIRS=rope.shape[2], FORM=form, BM=tile, BK=min(wide, 128), num_warps=4,
-        **overlapping(latent.device),
     )  # fmt: skip
 
 
@@ -211,11 +206,9 @@ def index_queries_device(
 def _index_queries(
     q, q_stride, rope, positions, out, count,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): HEADS heads of TOKENS rows."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     for i in range(TOKENS):
         t = tl.program_id(0) * TOKENS + i
         if t < count:
@@ -235,7 +228,7 @@ def index_queries_triton(
     _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, HEADS))](
         q_raw, q_raw.stride(0), rope, rows.positions, out, count,
         H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=HEADS, TOKENS=tokens,
-        num_warps=4, **overlapping(q_raw.device),
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -255,11 +248,9 @@ def _scores_short(
     idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-    BUILD: tl.constexpr, OVERLAP: tl.constexpr,
+    BUILD: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): every num_programs(0)-th tile of entries of row t; keys are the rows."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     t = tl.program_id(1)
     g = tl.load(seq + t)
     seen = (tl.load(positions + t) + 1) // RATIO
@@ -293,15 +284,13 @@ def _scores_long(
     width, idle, from_row, to_row, sequences,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr,
-    MASKED: tl.constexpr, BUILD: tl.constexpr, OVERLAP: tl.constexpr,
+    MASKED: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i): tile j of entries for the i-th tile of rows, counted sequence by sequence.
 
     Heads are summed up in registers, one product of queries and keys each. Offsets within a tile
     are 32 bits wide: wider ones would take those registers.
     """
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     j, i = tl.program_id(0), tl.program_id(1)
     seq = tl.arange(0, GP)
     low = tl.load(first + seq, mask=seq < sequences, other=0)
@@ -394,7 +383,6 @@ def scores_triton(
     shared = {
         "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "H": heads, "D": dim,
         "GROUP": candidate_group, "MASKED": mask is not None, "BUILD": build,
-        **overlapping(q.device),
     }  # fmt: skip
     if rows.max_length <= SHORT:
         tile, warps, programs = SHORT_TILE

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.index import SHORT, scores_torch, scores_triton
-from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import entry_places
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
@@ -74,7 +73,9 @@ def choose_torch(
 # ---------------------------------------------------------------- Triton
 
 #: Entries that one program holds in registers; longer rows are chosen from in parts, then merged.
-SEGMENT = 8192
+SEGMENT = 4096
+#: Entries that may be left to merge; segments grow beyond SEGMENT for very long rows to keep to it.
+MERGED = 16384
 #: Entries a warp holds: few where rows are few, more in a prompt, which fills the device anyway.
 PER_WARP = (256, 1024)
 #: Scores held at once while a prompt's rows choose.
@@ -176,11 +177,9 @@ def _select(
     scores, width, positions, seq, tables, table_width, places, part_score, part_entry, part_count,
     k, idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    SEGMENT: tl.constexpr, SMALL: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
+    SEGMENT: tl.constexpr, SMALL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t): segment s of the scores of row t."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     segment, segments = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     g = tl.load(seq + row)
@@ -211,11 +210,8 @@ def _select(
 def _select_all(
     positions, seq, tables, table_width, places,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: everything that row t sees, which is no more than K entries."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + row) + 1) // RATIO
     _write_all(places, row, seen, tables, table_width, tl.load(seq + row), K, KP, PER_BLOCK)
@@ -243,11 +239,9 @@ def _merge(
     part_score, part_entry, part_count, segments, positions, seq, tables, table_width, places, k,
     idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    SEGMENT: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr, OVERLAP: tl.constexpr,
+    SEGMENT: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """Program t: row t, whose segments have chosen."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     g = tl.load(seq + row)
     seen = (tl.load(positions + row) + 1) // RATIO
@@ -285,11 +279,8 @@ def _reaching(best, shown, probe, N: tl.constexpr):
 @triton.jit
 def _candidates(
     best, groups, positions, kept, k, RATIO: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: which groups are row t's candidates; the search of `_best`, over memory."""
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     best += row * groups
     shown = tl.cdiv((tl.load(positions + row) + 1) // RATIO, GROUP)
@@ -357,7 +348,6 @@ def choose_triton(
                 best, best.shape[1], rows.positions[part], made[part].view(torch.int8),
                 candidate_topk, RATIO=ratio, GROUP=candidate_group,
                 N=min(2048, triton.next_power_of_2(best.shape[1])), num_warps=8,
-                **overlapping(q.device),
             )  # fmt: skip
         _choose(scores, places[part], rows, part, ratio, idle)
     return places, candidates if made is None else made
@@ -370,7 +360,7 @@ def _choose(
     count, k = places.shape
     shared = {
         "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "K": k,
-        "KP": triton.next_power_of_2(k), **overlapping(places.device),
+        "KP": triton.next_power_of_2(k),
     }  # fmt: skip
     lookup = rows.positions[part], rows.seq[part], rows.tables, rows.tables.shape[1]
     if scores is None:
@@ -378,6 +368,8 @@ def _choose(
         return
     width = scores.shape[1]
     segment = min(SEGMENT, triton.next_power_of_2(width))
+    while segment < MERGED < -(-width // segment) * k:
+        segment *= 2
     segments = -(-width // segment)
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if segments > 1:
