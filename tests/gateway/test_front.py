@@ -388,7 +388,7 @@ class TestCounted:
 
         async def main() -> str:
             async with running(ScriptedBackend([text_line(text)], info)) as app:
-                await call(app, CHAT, chat_body(tools=[tool], logit_bias={"1": 2}))
+                await call(app, CHAT, chat_body(tools=[tool], top_k=2))
                 await call(app, CHAT, b"{")
                 one = RawCall(app, "/metrics", b"", method="GET")
                 status, headers = await one.start()
@@ -407,7 +407,7 @@ class TestCounted:
         assert found["bathyal_calls_total", "delivered"] == 1
         assert found["bathyal_calls_total", "withheld"] == 1
         assert found["bathyal_withheld_calls_total", "undeclared_tool"] == 1
-        assert found["bathyal_ignored_fields_total", "logit_bias"] == 1
+        assert found["bathyal_ignored_fields_total", "top_k"] == 1
         assert found["bathyal_time_to_first_token_seconds_count",] == 1
         tokens = found["bathyal_completion_tokens_total",]
         assert found["bathyal_inter_token_seconds_count",] == tokens - 1
