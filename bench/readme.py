@@ -26,6 +26,22 @@ SKILL = (
     ("final_answer", "right final answer", 0.95),
 )
 
+#: mode, what it is, and issue 3's target
+GATEWAY = (
+    ("stream-prose", "a frame a token, no tools", "1.3x"),
+    ("stream-call", "a frame a token, arguments", "1.3x"),
+    ("stream-prose8", "8 tokens a step, no tools", "10 us"),
+    ("stream-call8", "8 tokens a step, arguments", "10 us"),
+    ("whole-16-at-once", "whole replies, 16 at once", "0.7x"),
+    ("whole-serial", "whole replies, one by one", "+1.5 ms"),
+)
+#: figure, its unit, and where its relation to the bare codec's stands
+FIGURES = (
+    ("cpu_us_per_token", "us CPU a token", "cpu_ratio"),
+    ("requests_per_s", "requests/s", "rate_ratio"),
+    ("latency_ms", "ms", "added_latency_ms"),
+)
+
 
 def read(name: str) -> list[Row]:
     """Rows of one results file, none if it is absent."""
@@ -91,8 +107,74 @@ def decode() -> str:
     return "\n".join([*lines, "", source(rows[0]) + ".", ""])
 
 
+def gateway() -> str:
+    """What the gateway costs, beside a minimal server around the bare codec and two other gateways."""
+    rows = {row["mode"]: row for row in read("gateway")}
+    if not rows:
+        return ""
+    lines = [
+        "The gateway over played tokens, one core, median (p10-p90); CPU is the server process's own. "
+        "Beside it a minimal server around the bare codec; LiteLLM and smg only pass on what our server "
+        "says.",
+        "",
+        "| | target | bathyal | bare codec | to it | LiteLLM | smg |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mode, label, target in GATEWAY:
+        row = rows[mode]
+        other = [rows.get(f"{name}-{mode}", {}) for name in ("litellm", "smg")]
+        for figure, unit, ratio in FIGURES:
+            if figure in row:
+                cells = [_figure(row, figure), _figure(row, f"bare_{figure}"), _figure(row, ratio)]
+                cells += [_figure(one, figure) for one in other]
+                lines.append(f"| {label}, {unit} | {target} | " + " | ".join(cells) + " |")
+    rate, held = rows["short-streams"]["streams_per_s"], rows["open-streams"]
+    lines += [
+        f"| short streams a second | 300 | {_spread(rate)} | - | - | - | - |",
+        f"| KiB a stream, {held['streams']} open | | {held['kib_per_stream']['median']:.0f} | - | - | - | - |",
+        "",
+    ]
+    source_ = rows["stream-prose"]
+    lines.append(f"{source(source_)}, load average before {source_['load_average_before']}.")
+    return "\n".join([*lines, "", *_proofs(), ""])
+
+
+def _proofs() -> list[str]:
+    """The longest callback of the event loop, the time per delta, and the fuzz, a line each."""
+    found = []
+    if loop := read("gateway-loop"):
+        longest = max(loop, key=lambda row: row["longest_cpu_ms"])
+        found.append(
+            f"Longest callback on the event loop over {len(loop)} of the largest requests: "
+            f"{longest['longest_cpu_ms']:.1f} ms of CPU ({longest['mode']}; target 5 ms)."
+        )
+    if deltas := {row["mode"]: row["us_per_delta"]["median"] for row in read("parsers-cpu")}:
+        found.append(
+            f"`Exchange.receive`, a delta: {deltas['plain']:.1f} us without tools (target 8), "
+            f"{deltas['text']:.1f} us of text and {deltas['string']:.1f} us of arguments with tools and "
+            f"gate (target 20); the codec alone {deltas['codec']:.1f} us."
+        )
+    if fuzz := read("fuzz-outputs"):
+        (row,) = fuzz
+        found.append(
+            f"Fuzz: {row['cases']} outputs of {row['tokens'] / 1e6:.1f} million tokens, "
+            f"{row['replies_a_case']} replies each, {len(row['failures'])} failures "
+            f"(`{row['command']}`)."
+        )
+    return [line for one in found for line in (one, "")][:-1]
+
+
+def _figure(row: Row, name: str) -> str:
+    return _spread(row[name]) if name in row else "-"
+
+
+def _spread(s: Row) -> str:
+    digits = 0 if s["median"] >= 100 else 1 if s["median"] >= 10 else 2
+    return f"{s['median']:.{digits}f} ({s['p10']:.{digits}f}-{s['p90']:.{digits}f})"
+
+
 PAGES: dict[str, tuple[Callable[[], str], ...]] = {
-    "README.md": (skill, decode),
+    "README.md": (skill, decode, gateway),
     "engine/checkpoints/tiny/README.md": (skill,),
 }
 

@@ -37,6 +37,19 @@ PASS means all of this:
 Each client gets an empty home and no variable of the caller's. Where the system lets an ordinary user
 have a network namespace, server and client run in one that has nothing but loopback.
 
+Beside the loops stand 203 bodies that such clients were recorded with (105 runs; longer
+texts and all but a few tools were cut there, so schemas that were cut away are put back as
+`{"type": "object"}`). Under profile `agent` 200 are accepted; the others are refused by a rule:
+
+| recording | refused | why |
+|---|---|---|
+| anthropic-py, tool runner, 1st | 400, `thread` | no threads are kept; the SDK reads the code and sends all history, as in its loop above |
+| claude-code, image, 3rd; codex, image, 2nd | 400 `image_not_supported` | the model that is served has no vision tower |
+
+`item_reference` is resolved from the store of responses; for an id that is not kept it is 400, with
+the field and the words "send it whole". tests/parsers/test_client_requests.py plays the shapes of
+these bodies, composed anew, with the same list of refusals.
+
 `reasoning` says whose doing it is that the model sees its earlier reasoning in the second turn: the
 client sent it back, the server restored it (by the call's id, or from the response it keeps), or none
 did.

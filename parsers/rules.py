@@ -53,7 +53,10 @@ class Profile:
         )
     )
     sampling: Literal["client", "codec"] = field(
-        metadata=means("whose temperature and top_p count where the client sent them")
+        metadata=means(
+            "whose temperature and top_p count where the client sent them; codec: penalties and"
+            " logit_bias have no effect either"
+        )
     )
     max_n: int = field(metadata=means("the most choices of one request"))
     trailing_assistant: Literal["turn", "user"] = field(
