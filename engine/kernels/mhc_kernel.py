@@ -10,25 +10,28 @@ from __future__ import annotations
 
 from engine.kernels.overlap import await_previous, begin_next, fetch
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.triton_compat import cast, dot, tl, triton
+from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 
 #: Mixing logits per row in the partial sums: S * (S + 2) = 24 of them, the sum of squares, unused.
 SLOTS = 32
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def _dot_fine(acc, a, b):
     """Add a [M, K] @ b [K, N] to acc, b float32, with float32's precision."""
     if a.dtype == tl.float32:
-        return dot(a, b, acc)
-    # Three bfloat16 pieces hold float32's 24 bits; their products with bfloat16 are exact.
-    high = cast(b, tl.bfloat16)
-    rest = b - high.to(tl.float32)
-    middle = cast(rest, tl.bfloat16)
-    low = cast(rest - middle.to(tl.float32), tl.bfloat16)
-    acc = dot(a, high, acc)
-    acc = dot(a, middle, acc)
-    return dot(a, low, acc)
+        acc = dot(a, b, acc)
+    else:
+        # Three bfloat16 pieces hold float32's 24 bits; their products with bfloat16 are exact.
+        high = cast(b, tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = cast(rest, tl.bfloat16)
+        low = cast(rest - middle.to(tl.float32), tl.bfloat16)
+        acc = dot(a, high, acc)
+        acc = dot(a, middle, acc)
+        acc = dot(a, low, acc)
+    return acc
 
 
 @triton.jit
@@ -62,20 +65,31 @@ def _close(streams, parts, post, comb, out, row, d, D, S: tl.constexpr, P: tl.co
     """Places d [BD] of one row's new streams, as a tuple; also stored to out."""
     inside = d < D
     dtype: tl.constexpr = streams.dtype.element_ty
-    y = tl.load(parts + row * P * D + d, mask=inside, other=0.0).to(tl.float32)
-    for p in tl.static_range(1, P):
-        y += tl.load(parts + (row * P + p) * D + d, mask=inside, other=0.0).to(tl.float32)
-    y = cast(y, dtype).to(tl.float32)
+    # Everything is asked for before anything is stored: a load never overtakes a store.
+    gains = ()
+    weights = ()
     old = ()
+    summands = ()
+    for p in tl.static_range(P):
+        part = tl.load(parts + (row * P + p) * D + d, mask=inside, other=0.0)
+        summands = _with(summands, part.to(tl.float32))
     for i in tl.static_range(S):
+        gains = _with(gains, tl.load(post + row * S + i))
         stream = tl.load(streams + (row * S + i) * D + d, mask=inside, other=0.0)
         old = _with(old, stream.to(tl.float32))
+    for i in tl.static_range(S * S):
+        weights = _with(weights, tl.load(comb + row * S * S + i))
+    y = tl.zeros(d.shape, tl.float32)
+    for p in tl.static_range(P):
+        y += summands[p]
+    y = cast(y, dtype).to(tl.float32)
     new = ()
     for j in tl.static_range(S):
-        stream = y * tl.load(post + row * S + j)
+        stream = y * gains[j]
         for i in tl.static_range(S):
-            stream += tl.load(comb + (row * S + i) * S + j) * old[i]
+            stream += weights[i * S + j] * old[i]
         new = _with(new, cast(stream, dtype))
+    for j in tl.static_range(S):
         tl.store(out + (row * S + j) * D + d, new[j], mask=inside)
     return new
 
@@ -107,7 +121,7 @@ def mix_row(
     split = tl.program_id(1)
     _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
     slot = tl.arange(0, SLOTS)
-    acc = tl.zeros((SLOTS,), tl.float32)
+    acc = tl.zeros((SLOTS, BD), tl.float32)
     for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
         d = d0 + tl.arange(0, BD)
         inside = d < D
@@ -125,11 +139,12 @@ def mix_row(
             else:
                 stream = tl.load(streams + (row * S + j) * D + d, mask=inside, other=0.0)
                 stream = stream.to(tl.float32)
-            # A row of ones in place of slot M would round: the squares are the stream by itself.
+            # Slot M is the sum of squares: the stream times itself.
             line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
-            acc += tl.sum(line * stream[None, :], axis=1)
+            acc += line * stream[None, :]
     if M > 0:
-        tl.store(sums + (row * tl.num_programs(1) + split) * SLOTS + slot, acc)
+        places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot
+        tl.store(places, tl.sum(acc, axis=1))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -288,6 +303,19 @@ def _largest(values, S: tl.constexpr):
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x to a unit in the last place, of normal numbers."""
+    if _INTERPRETED:
+        result = 1.0 / x
+    else:
+        # One instruction; a division has ten, in a chain of forty.
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def _divided(c, hc_eps, KEPT: tl.constexpr, S: tl.constexpr):
     """Divide S x S values by sums: over the last axis where the first is kept, else over the first.
 
@@ -296,10 +324,10 @@ def _divided(c, hc_eps, KEPT: tl.constexpr, S: tl.constexpr):
     STEP: tl.constexpr = S + 1 - KEPT
     inverse = ()
     for a in tl.static_range(S):
-        total = c[a * KEPT]
+        total = hc_eps + c[a * KEPT]
         for b in tl.static_range(1, S):
             total += c[a * KEPT + b * STEP]
-        inverse = _with(inverse, 1.0 / (total + hc_eps))
+        inverse = _with(inverse, _inverse(total))
     result = ()
     for i in tl.static_range(S * S):
         result = _with(result, c[i] * inverse[i // KEPT % S])
@@ -333,18 +361,21 @@ def _input(
     dtype: tl.constexpr = streams.dtype.element_ty
     row = t.to(tl.int64)
     gain = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-    u = tl.zeros((BLOCK,), tl.float32)
+    # The long loads are under way while the weights are worked out.
+    lines = ()
+    for s in tl.static_range(S):
+        lines = _with(lines, tl.load(streams + (row * S + s) * D + d, mask=inside, other=0.0))
     if OWN:
         slot = tl.arange(0, SLOTS)[None, :]
         one = t + tl.arange(0, 1)
         gate = _sigmoid(_logits(sums, base, one, t + 1, D, eps, S, M, SLOTS, SPLITS)) + hc_eps
+    u = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(S):
-        stream = tl.load(streams + (row * S + s) * D + d, mask=inside, other=0.0).to(tl.float32)
         if OWN:
             weight = tl.sum(tl.where(slot == s, gate, 0.0))
         else:
             weight = tl.load(weights + row * S + s)
-        u += weight * stream
+        u += weight * lines[s].to(tl.float32)
     u = cast(u, dtype).to(tl.float32)
     normed = cast(u * tl.rsqrt(tl.sum(u * u) / D + eps) * gain, dtype)
     tl.store(x + row * D + d, normed, mask=inside)
