@@ -474,6 +474,22 @@ class TestCounted:
         assert fields["finish"] == "stop"
         assert fields["stream"] is True
 
+    def test_what_an_error_says_to_programs_is_logged(
+        self, info: ModelInfo, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The refusal of a thread is told from other 400s: a client asks for it on purpose."""
+        caplog.set_level(logging.INFO, "gateway.requests")
+        body = chat_body(max_tokens=5, thread={"id": "t"})
+
+        async def main() -> int:
+            async with running(ScriptedBackend([text_line("a")], info)) as app:
+                return (await call(app, "/v1/messages", body))[0]
+
+        assert run(main()) == 400
+        record = next(r for r in caplog.records if r.name == "gateway.requests")
+        details = orjson.loads(JsonLines().format(record))["details"]
+        assert details["error_code"] == "thread_unsupported_request"
+
     def test_a_bug_is_500_with_an_id_and_a_count(self, info: ModelInfo) -> None:
         """What nobody foresaw is told in the caller's shape, and raised for the server's log."""
 
