@@ -1,11 +1,11 @@
 """Experts for a few rows: narrow weights, streamed once (twin: engine.kernels.moe.moe_torch).
 
-Two launches, W13 and W2. Work is counted in *units*: two tiles of 16 weight rows (gate and up rows
-of the same hidden values, or 32 output rows) times up to 8 rows of x. Every program takes an equal,
-contiguous share of the units of all tiles in use, so that each reads the same number of bytes,
-whatever was routed where; some programs take the shared expert, in the same way. A program's warps
-split the columns between them and add up at the end of a unit. Loads run ahead of the arithmetic
-through a ring of fetched steps.
+Two launches, W13 and W2. Work is counted in *units*: TILES tiles of 16 weight rows times up to 8
+rows of x. A tile of W13 is 8 gate rows and the 8 up rows of the same hidden values. Every program
+takes an equal, contiguous share of the units of all tiles of pairs, so that each reads the same
+number of bytes, whatever was routed where; some programs take the shared expert, in the same way.
+A program's warps split the columns between them and add up at the end of a unit. Weights come
+through shared memory by asynchronous copies, some units ahead.
 """
 
 from __future__ import annotations
@@ -22,97 +22,91 @@ from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
 @triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
 def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def _across_warps(a, b, first: tl.constexpr, WARPS: tl.constexpr):
-    """Add up what the warps have of rows g and g + 8 of two tiles, of one of two columns."""
-    return tl.reduce(
-        (
-            tl.reshape(a[first], (WARPS, 32)),
-            tl.reshape(a[first + 2], (WARPS, 32)),
-            tl.reshape(b[first], (WARPS, 32)),
-            tl.reshape(b[first + 2], (WARPS, 32)),
-        ),
-        0,
-        _add4,
-    )
+def _across_warps(sums, first: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Add up what the warps have of rows g and g + 8 of the tiles, of one of two columns."""
+    s0 = tl.reshape(sums[first], (WARPS, 32))
+    s1 = tl.reshape(sums[first + 2], (WARPS, 32))
+    if TILES == 1:
+        total = tl.reduce((s0, s1), 0, _add2)
+    else:
+        s2 = tl.reshape(sums[first + 4], (WARPS, 32))
+        s3 = tl.reshape(sums[first + 6], (WARPS, 32))
+        total = tl.reduce((s0, s1, s2, s3), 0, _add4)
+    return total
 
 
 @triton.jit
-def _finish(a, b, half: tl.constexpr, out, target, weight, valid, column, limit,
-            SECOND: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+def _finish(sums, half: tl.constexpr, out, target, weight, valid, column, limit,
+            SECOND: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Store what became of four of the eight rows of x; `target` is where each begins in out."""
-    sums = _across_warps(a, b, half, WARPS)
+    total = _across_warps(sums, half, TILES, WARPS)
     at = out + target + column
     if SECOND:
-        for i in tl.static_range(4):
-            tl.store(at + i * 8, sums[i] * SUM_SCALE, mask=valid)
+        for i in tl.static_range(2 * TILES):
+            tl.store(at + i * 8, total[i] * SUM_SCALE, mask=valid)
     else:
-        for i in tl.static_range(2):
-            gate = tl.minimum(sums[i] * SUM_SCALE, limit)
-            up = tl.minimum(tl.maximum(sums[2 + i] * SUM_SCALE, -limit), limit)
+        for i in tl.static_range(TILES):
+            gate = tl.minimum(total[2 * i] * SUM_SCALE, limit)
+            up = tl.minimum(tl.maximum(total[2 * i + 1] * SUM_SCALE, -limit), limit)
             hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
             tl.store(at + i * 8, cast(hidden, tl.bfloat16), mask=valid)
 
 
 @triton.jit
-def _step(i: tl.constexpr, data, scale, row, group, use, K: tl.constexpr, C: tl.constexpr,
-          APART: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Fetch step i of a unit whose first tile's row is `row`."""
+def _unit(data, scale, row, group, xs, NT: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+          APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Read a unit's weights and multiply: 4 * TILES sums."""
     halves: tl.constexpr = 1 if FP4 else 2
-    within: tl.constexpr = i % (C * halves)
-    row = row + i // (C * halves) * APART
-    return fetch(
-        data, scale, row, group + within // halves * 4, within % halves, K, FP4, BLOCK, use
-    )
+    steps = ()
+    for i in tl.static_range(TILES * C * halves):
+        step = fetch(data, scale, row + i // (C * halves) * FURTHER,
+                     group + i % (C * halves) // halves * 4, i % halves, K, FP4, BLOCK,
+                     APART)  # fmt: skip
+        steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
+    zero = tl.zeros((NT,), tl.float32)
+    sums = ()
+    for tile in tl.static_range(TILES):
+        c = (zero, zero, zero, zero)
+        for j in tl.static_range(C * halves):
+            c = accumulate(steps[tile * C * halves + j], xs, j * (16 // halves), c, FP4)
+        sums = sums + c
+    return sums
 
 
 @triton.jit
-def _advance(i: tl.constexpr, ring, j: tl.constexpr, xs, a, b, data, scale, row, unit_rows, group,
-             here, more, K: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, DEPTH: tl.constexpr,
-             FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Do step i of a unit, which is place j of the ring, and fetch the one DEPTH steps later."""
-    steps: tl.constexpr = 2 * C if FP4 else 4 * C
-    first: tl.constexpr = i % (steps // 2) * (32 * C // steps)
-    if i < steps // 2:
-        a = accumulate(ring[j], xs, first, a, FP4)
-    else:
-        b = accumulate(ring[j], xs, first, b, FP4)
-    if i + DEPTH < steps:
-        step = _step(i + DEPTH, data, scale, row, group, here, K, C, APART, FP4, BLOCK)
-    else:
-        step = _step(i + DEPTH - steps, data, scale, row + unit_rows, group, more, K, C, APART,
-                     FP4, BLOCK)  # fmt: skip
-    return a, b, step
-
-
-@triton.jit
-def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, WIDTH: tl.constexpr):
+def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, TILES: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
     """Store zeros where a row's choices reach no expert."""
     for choice in tl.static_range(CHOICES):
         empty = valid & (tl.load(experts + row * CHOICES + choice) < 0)
         at = out + (row * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
-        for part in tl.static_range(4):
+        for part in tl.static_range(2 * TILES):
             tl.store(at + part * 8, 0.0, mask=empty)
 
 
 @triton.jit
 def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
-          experts, T, limit,
-          CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-          SECOND: tl.constexpr, SHARED: tl.constexpr, WARPS: tl.constexpr, C: tl.constexpr,
-          DEPTH: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
-          ROUND: tl.constexpr):  # fmt: skip
+          experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+          WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+          WARPS: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP4: tl.constexpr,
+          BLOCK: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     """Units [low, high) of one tile of up to eight rows."""
-    steps: tl.constexpr = 2 * C if FP4 else 4 * C
-    apart: tl.constexpr = 16 if SECOND else N // 2
-    unit_rows: tl.constexpr = 32 if SECOND else 16
+    apart: tl.constexpr = 8 if SECOND else N // 2
+    further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
     thread = tl.arange(0, 32 * WARPS)
     group = thread // 32 * (4 * C) + thread % 4
-    mine = thread % 32 // 4  # g: a weight row of a tile, and a row of x
+    mine = thread % 32 // 4  # g: a weight row of a tile, and a column of the tensor cores
     lane = tl.arange(0, 32)
     if SHARED:
         first = tile * 8
@@ -123,11 +117,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         expert = tl.load(tiles + tile * 3).to(tl.int64)
         data += expert * data_apart
         scale += expert * scale_apart
-    ring = ()
-    row = mine + low * unit_rows
-    for i in tl.static_range(DEPTH):
-        step = _step(i, data, scale, row, group, low < high, K, C, apart, FP4, BLOCK)
-        ring = ring + (step,)  # type: ignore[assignment]  # noqa: RUF005
+    words = scale.to(tl.pointer_type(tl.int32))
     # The tensor cores' columns 2 t hold the tile's rows 0 .. 3, 2 t + 1 the rows 4 .. 7, so that
     # few rows need half of the sums only. Columns beyond the tile's rows repeat the last one.
     place = first + tl.minimum(mine // 2 + mine % 2 * 4, count - 1)
@@ -161,51 +151,43 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         choice = tl.minimum(every % 8, CHOICES - 1)
         tl.static_assert(CHOICES <= 8)
         gaps = tl.min(tl.load(experts + (first + rows) * CHOICES + choice)) < 0
-    xs = rows_of_x(x + source.to(tl.int64) * K, group, C, K, FP4, ROUND)
-    zero = tl.zeros((32 * WARPS,), tl.float32)
-    for unit in range(low, high):
-        row = mine + unit * unit_rows
-        a = (zero, zero, zero, zero)
-        b = (zero, zero, zero, zero)
-        for turn in tl.static_range(steps // DEPTH):
-            fresh = ()
-            for j in tl.static_range(DEPTH):
-                a, b, step = _advance(turn * DEPTH + j, ring, j, xs, a, b, data, scale, row,
-                                      unit_rows, group, unit < high, unit + 1 < high, K, C, apart, DEPTH,
-                                      FP4, BLOCK)  # fmt: skip
-                fresh = fresh + (step,)  # type: ignore[assignment]  # noqa: RUF005
-            ring = fresh
-        column = unit * unit_rows + lane // 4
-        _finish(a, b, 0, out, t0, w0, n0 < count, column, limit, SECOND, WARPS)
+    xs = rows_of_x(x + source.to(tl.int64) * (K // 2), group, C, K, FP4, ROUND)
+    for unit in tl.range(low, high, num_stages=STAGES):
+        sums = _unit(data, words, mine + unit * (further * TILES), group, xs, 32 * WARPS, K, C,
+                     apart, further, TILES, FP4, BLOCK)  # fmt: skip
+        column = unit * (further * TILES) + lane // 4
+        _finish(sums, 0, out, t0, w0, n0 < count, column, limit, SECOND, TILES, WARPS)
         if count > 4:
-            _finish(a, b, 1, out, t1, w1, n1 < count, column, limit, SECOND, WARPS)
+            _finish(sums, 1, out, t1, w1, n1 < count, column, limit, SECOND, TILES, WARPS)
         if SECOND and SHARED:  # noqa: SIM102 - one of the two is known to the compiler
             if gaps:  # nobody else writes choices that reach no expert
-                _clear(out, experts, p0, n0 < count, column, CHOICES, WIDTH)
-                _clear(out, experts, p1, n1 < count, column, CHOICES, WIDTH)
+                _clear(out, experts, p0, n0 < count, column, CHOICES, TILES, WIDTH)
+                _clear(out, experts, p1, n1 < count, column, CHOICES, TILES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
-def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order, tiles, num_tiles,
-                    weights, experts, T, limit, shared_programs, CHOICES: tl.constexpr,
-                    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
-                    WARPS: tl.constexpr, C: tl.constexpr, DEPTH: tl.constexpr,
-                    SHARED_DEPTH: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order,
+                    tiles, num_tiles, weights, experts, T, limit, shared_programs,
+                    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+                    SECOND: tl.constexpr, WARPS: tl.constexpr, C: tl.constexpr,
+                    TILES: tl.constexpr, STAGES: tl.constexpr, FP4: tl.constexpr,
+                    BLOCK: tl.constexpr, SHARED_TILES: tl.constexpr, SHARED_STAGES: tl.constexpr,
                     SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr,
                     ROUND: tl.constexpr):  # fmt: skip
-    units: tl.constexpr = N // 32
     program = tl.program_id(0)
     if program < shared_programs:
-        total = (T + 7) // 8 * units
+        shared_units: tl.constexpr = N // (16 * SHARED_TILES)
+        total = (T + 7) // 8 * shared_units
         begin = program * total // shared_programs
         end = (program + 1) * total // shared_programs
-        for tile in range(begin // units, (end + units - 1) // units):
-            low = tl.maximum(begin - tile * units, 0)
-            high = tl.minimum(end - tile * units, units)
-            _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles,
-                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, WARPS, C, SHARED_DEPTH,
-                  SHARED_FP4, SHARED_BLOCK, ROUND)  # fmt: skip
+        for tile in range(begin // shared_units, (end + shared_units - 1) // shared_units):
+            low = tl.maximum(begin - tile * shared_units, 0)
+            high = tl.minimum(end - tile * shared_units, shared_units)
+            _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
+                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, SHARED_TILES, WARPS, C,
+                  SHARED_STAGES, SHARED_FP4, SHARED_BLOCK, ROUND)  # fmt: skip
     else:
+        units: tl.constexpr = N // (16 * TILES)
         total = tl.load(num_tiles) * units
         programs = tl.num_programs(0) - shared_programs
         begin = (program - shared_programs) * total // programs
@@ -214,8 +196,8 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * units, 0)
             high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
-                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, WARPS, C, DEPTH, FP4, BLOCK,
-                  ROUND)  # fmt: skip
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, WARPS, C,
+                  STAGES, FP4, BLOCK, ROUND)  # fmt: skip
 
 
 # ---------------------------------------------------------------- launches
@@ -231,6 +213,9 @@ def can_stream(x: Tensor, *weights: Matrix) -> bool:
         and w.shape[-2] % 32 == 0
         and w.data.data_ptr() % 16 == 0
         and w.data.stride(0) % 16 == 0
+        and w.scale is not None
+        and w.scale.data_ptr() % 4 == 0
+        and (w.scale.dim() == 2 or w.scale.stride(0) % 4 == 0)
         for w in weights
     )
 
@@ -257,11 +242,13 @@ class Layout:
         )
         return cls(warps, max(16 // warps, 1), 128)
 
-    def depth(self, kind: str, chunks: int) -> int:
-        """Steps in the ring: what registers allow, a divisor of a unit's steps."""
-        if kind == "fp4":
-            return 2 * chunks if chunks <= 2 else chunks
-        return 4
+    def ahead(self, kind: str, chunks: int) -> tuple[int, int]:
+        """Tiles of a unit and stages of the pipeline: what shared memory holds."""
+        halves = 1 if kind == "fp4" else 2
+        tile = chunks * halves * self.warps * 32 * 40  # bytes, weights and scales
+        room = 200_000 // self.resident
+        tiles = 2 if 4 * tile <= room else 1
+        return tiles, max(2, min(room // (tiles * tile) + 1, 5))
 
     @property
     def programs(self) -> int:
@@ -298,21 +285,24 @@ def _product(
     rows, choices = routing.experts.shape
     columns = source.shape[1]
     chunks = triton.cdiv(columns, CHUNK * layout.warps)
+    tiles, stages = layout.ahead(w.kind, chunks)
     programs, own = layout.programs, 0
     if shared is None:
         shared = w[0]
     else:
         own = _shared_programs(programs, rows, rows * choices, w, shared)
+    shared_tiles, shared_stages = layout.ahead(shared.kind, chunks)
     assert w.scale is not None
     assert shared.scale is not None
+    data = w.data.view(torch.int32)
     _experts_kernel[(programs,)](
-        w.data.view(torch.uint8),
+        data,
         w.scale,
-        w.data.stride(0),
+        data.stride(0),
         w.scale.stride(0),
-        shared.data.view(torch.uint8),
+        shared.data.view(torch.int32),
         shared.scale,
-        source,
+        source.view(torch.int32),
         out,
         routing.order,
         routing.tiles,
@@ -329,10 +319,12 @@ def _product(
         SECOND=second,
         WARPS=layout.warps,
         C=chunks,
-        DEPTH=layout.depth(w.kind, chunks),
-        SHARED_DEPTH=layout.depth(shared.kind, chunks),
+        TILES=tiles,
+        STAGES=stages,
         FP4=w.kind == "fp4",
         BLOCK=w.block,
+        SHARED_TILES=shared_tiles,
+        SHARED_STAGES=shared_stages,
         SHARED_FP4=shared.kind == "fp4",
         SHARED_BLOCK=shared.block,
         ROUND=(act_group or 0) if second else 0,

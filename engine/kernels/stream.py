@@ -15,8 +15,8 @@ is its value times 2**-126 (e2m1) or 2**-120 (e4m3), subnormals included. One mu
 that right together with the group's scale. To keep the factor finite it leaves 2**-16 to be undone
 by `SUM_SCALE` on the sums; scales up to 2**17 are exact.
 
-Tensor core layout: PTX ISA, mma.m16n8k16. Three instructions have no Triton name (`load16`,
-`multiply_pairs`, `mma`); the interpreter takes equal plain forms.
+Tensor core layout: PTX ISA, mma.m16n8k16. Instructions that have no Triton name stand in
+assembly; the interpreter takes equal plain forms.
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ SUM_SCALE = tl.constexpr(65536.0)
 #: Columns of a chunk.
 CHUNK = 128
 
-_LOAD16 = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
-    " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    " @p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-)
 _MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
 _ROUND = tl.constexpr(
@@ -55,22 +50,13 @@ _MMA = tl.constexpr(
 
 @triton.jit
 def load16(pointer, use):
-    """Read 16 bytes: int32 x 4 from `pointer` (to int32, aligned), zeros where not `use`."""
-    if _INTERPRETED:
-        return (
-            tl.load(pointer, mask=use, other=0),
-            tl.load(pointer + 1, mask=use, other=0),
-            tl.load(pointer + 2, mask=use, other=0),
-            tl.load(pointer + 3, mask=use, other=0),
-        )
-    return tl.inline_asm_elementwise(
-        _LOAD16,
-        "=&r,=&r,=&r,=&r,l,r",
-        [pointer.to(tl.int64), use.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=False,
-        pack=1,
-    )
+    """Read four int32 from `pointer` (to int32, at 16 bytes), zeros where not `use`."""
+    NT: tl.constexpr = pointer.shape[0]
+    words = tl.load(pointer[:, None] + tl.arange(0, 4)[None, :], mask=use[:, None], other=0)
+    even, odd = tl.split(tl.reshape(words, (NT, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -141,37 +127,51 @@ def mma(a0, a1, a2, a3, b0, b1, c):
 
 
 @triton.jit
+def _scale(scale, line, column, WIDE: tl.constexpr, use):
+    """The scale at (line, column) of rows of WIDE bytes.
+
+    Read as a whole word, since an asynchronous copy takes no less.
+    """
+    at = line * WIDE + column
+    word = tl.load(scale + (at >> 2), mask=use, other=0)
+    # the same for all lines, and so outside of loops, where these are whole words
+    within = column if WIDE % 4 == 0 else at
+    return (word >> ((within & 3) << 3)) & 0xFF
+
+
+@triton.jit
 def fetch(
-    data, scale, row, group, half, K: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr, wanted
-):
+    data, scale, row, group, half, K: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
     """Read what one step needs: 16 bytes of each of two weight rows, and their scales.
 
     Args:
-        data: of the matrix, pointer to uint8.
+        data: of the matrix, pointer to int32.
         scale: the same.
-        row: its row g of the tile; the second one is row + 8, of the same block of rows.
-        group: which 32 columns.
+        row: the tile's row g; the one of g + 8 is APART further on.
+        group: which 32 columns; those beyond K are zeros.
         half: e4m3 only: which 16 of these.
-        K: columns of the matrix.
+        K: columns of the matrix, a multiple of 32.
         FP4: e2m1, else e4m3.
         BLOCK: side of the scales' square (e4m3).
-        wanted: false (for all threads) reads nothing and gives zeros.
+        APART: rows.
     """
-    use = group < tl.where(wanted, K // 32, 0)
+    use = group < K // 32
     if FP4:
-        start = data + row * (K // 2) + group * 16
-        scales = scale + row * (K // 32) + group
-        below = 8 * (K // 2)
-        s0 = tl.load(scales, mask=use, other=0)
-        s1 = tl.load(scales + 8 * (K // 32), mask=use, other=0)
+        start = row * (K // 8) + group * 4
+        s0 = _scale(scale, row, group, K // 32, use)
+        s1 = _scale(scale, row + APART, group, K // 32, use)
+        below = APART * (K // 8)
     else:
-        start = data + row * K + group * 32 + half * 16
+        start = row * (K // 4) + group * 8 + half * 4
         wide: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        below = 8 * K
-        s0 = tl.load(scale + row // BLOCK * wide + group * 32 // BLOCK, mask=use, other=0)
-        s1 = s0
-    w = load16(start.to(tl.pointer_type(tl.int32)), use)
-    v = load16((start + below).to(tl.pointer_type(tl.int32)), use)
+        column = group * 32 // BLOCK
+        s0 = _scale(scale, row // BLOCK, column, wide, use)
+        s1 = _scale(scale, (row + APART) // BLOCK, column, wide, use)
+        below = APART * (K // 4)
+    w = load16(data + start, use)
+    v = load16(data + start + below, use)
     return w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3], s0, s1
 
 
@@ -211,8 +211,8 @@ def accumulate(step, xs, FIRST: tl.constexpr, c, FP4: tl.constexpr):
     """
     bias: tl.constexpr = 110 if FP4 else 104
     # 2**(scale - 127) times what `_..._pairs` leave out, twice, as bits of bfloat16.
-    f0 = (step[8].to(tl.int32) + bias) * 0x00800080
-    f1 = (step[9].to(tl.int32) + bias) * 0x00800080
+    f0 = (step[8] + bias) * 0x00800080
+    f1 = (step[9] + bias) * 0x00800080
     for j in tl.static_range(4):
         if FP4:
             p = _fp4_pairs(step[j], f0)
@@ -283,7 +283,7 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
     """Read a thread's columns of its row of x, paired as `accumulate` wants them.
 
     Args:
-        row: pointer to its bfloat16 row [K].
+        row: pointer (to int32) to its bfloat16 row [K].
         first_group: its 32 columns of the first chunk; 4 more in each further one.
         C: chunks of a thread.
         K: columns of x.
@@ -296,7 +296,7 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
     xs = ()
     for c in tl.static_range(C):
         group = first_group + 4 * c
-        start = (row + group * 32).to(tl.pointer_type(tl.int32))
+        start = row + group * 16
         a = load16(start, group < K // 32)
         b = load16(start + 4, group < K // 32)
         d = load16(start + 8, group < K // 32)

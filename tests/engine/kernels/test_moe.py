@@ -43,7 +43,7 @@ def apart(m: Matrix) -> Matrix:
 
     def spread(t: Tensor) -> Tensor:
         size = t[0].numel()
-        wide = torch.full((count, size + 48), 255, dtype=torch.uint8, device=DEVICE)
+        wide = torch.full((count, (size + 63) // 16 * 16), 255, dtype=torch.uint8, device=DEVICE)
         wide[:, :size] = t.view(torch.uint8).view(count, size)
         return wide[:, :size].unflatten(1, t.shape[1:]).view(t.dtype)
 
