@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
@@ -219,7 +219,7 @@ def store_row_device(
 @triton.jit
 def compress_device(
     t, proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
-    norm_w, eps, rope, pool, latent,
+    norm_w, eps, rope, signs, pool, latent,
     RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
     LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
@@ -248,7 +248,7 @@ def compress_device(
         entry = position // RATIO
         tile = tl.reshape(x.to(tl.float32), (1, D))
         tile = rotate_device(tile, rope, tl.full((1,), 0, tl.int32) + entry * RATIO, PAIRS)
-        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS)
+        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS, signs)
         block = tl.load(tables + g * table_width + entry // PER_BLOCK).to(tl.int64)
         tl.store(
             pool + (block * PER_BLOCK + entry % PER_BLOCK) * D + column[None, :],
@@ -265,7 +265,7 @@ def compress_device(
 @triton.jit
 def _compress(
     proj, proj_stride, ape, state, positions, seq, slots, starts, first, tables, table_width,
-    norm_w, eps, rope, pool, latent,
+    norm_w, eps, rope, signs, pool, latent,
     RATIO: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
     LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
@@ -273,7 +273,7 @@ def _compress(
     """Program t: row t."""
     compress_device(
         tl.program_id(0), proj, proj_stride, ape, state, positions, seq, slots, starts, first,
-        tables, table_width, norm_w, eps, rope, pool, latent,
+        tables, table_width, norm_w, eps, rope, signs, pool, latent,
         RATIO, PAIRED, D, RING, PER_BLOCK, PAIRS, FORM, HAS_APE, LATENT, STORE, CHUNK,
     )  # fmt: skip
 
@@ -322,7 +322,8 @@ def compress_triton(
     members = ratio * (2 if overlap else 1)
     _compress[(count,)](
         proj, proj.stride(0), ape, state, rows.positions, rows.seq, rows.slots, rows.starts,
-        rows.first, rows.tables, rows.tables.shape[1], norm_w, eps, rope, pool, latent,
+        rows.first, rows.tables, rows.tables.shape[1], norm_w, eps, rope,
+        signs_for(form, dim, pool.dtype, pool.device), pool, latent,
         RATIO=ratio, PAIRED=overlap, D=dim, RING=1 if state is None else state.shape[1],
         PER_BLOCK=rows.block_size // ratio, PAIRS=rope.shape[2], FORM=form,
         HAS_APE=ape is not None, LATENT=want_latent, STORE=fused, CHUNK=min(members, 8),

@@ -14,7 +14,7 @@ from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -188,7 +188,7 @@ def index_keys_from_latent_triton(
 
 @triton.jit
 def index_queries_device(
-    q, q_stride, rope, positions, out, t, first_head,
+    q, q_stride, rope, positions, signs, out, t, first_head,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of row t."""
@@ -198,13 +198,13 @@ def index_queries_device(
     x = tl.load(q + row * q_stride + at, mask=(head < H)[:, None], other=0.0)
     position = tl.full((HEADS,), 0, tl.int32) + tl.load(positions + t)
     turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
-    stored = round_trip_device(turned, FORM)
+    stored = round_trip_device(turned, FORM, 0, signs)
     tl.store(out + row * (H * D) + at, stored, mask=(head < H)[:, None])
 
 
 @triton.jit
 def _index_queries(
-    q, q_stride, rope, positions, out, count,
+    q, q_stride, rope, positions, signs, out, count,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +213,7 @@ def _index_queries(
         t = tl.program_id(0) * TOKENS + i
         if t < count:
             index_queries_device(
-                q, q_stride, rope, positions, out, t, tl.program_id(1) * HEADS,
+                q, q_stride, rope, positions, signs, out, t, tl.program_id(1) * HEADS,
                 H, D, PAIRS, FORM, HEADS,
             )  # fmt: skip
 
@@ -226,7 +226,8 @@ def index_queries_triton(
     out = q_raw.new_empty((count, heads, head_dim))
     tokens = 1 if count <= 256 else 8  # a prompt's programs share what they prepare
     _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, HEADS))](
-        q_raw, q_raw.stride(0), rope, rows.positions, out, count,
+        q_raw, q_raw.stride(0), rope, rows.positions,
+        signs_for(form, head_dim, q_raw.dtype, q_raw.device), out, count,
         H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=HEADS, TOKENS=tokens,
         num_warps=4,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from engine.kernels.index import (
     index_queries_torch,
     index_queries_triton,
 )
-from engine.kernels.roundtrip import Form
+from engine.kernels.roundtrip import Form, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
 from engine.kernels.window import _window_keys, window_keys_torch, window_keys_triton
@@ -114,9 +114,9 @@ def attention_inputs_torch(
 def _attention_inputs(
     positions, seq, slots, starts, first, tables, table_width, rope, eps,
     kv, kv_stride, kv_norm, k_rows, ring,
-    proj_a, stride_a, ape_a, state_a, norm_a, pool_a, latent,
-    proj_b, stride_b, ape_b, state_b, norm_b, pool_b,
-    q, q_stride, q_out,
+    proj_a, stride_a, ape_a, state_a, norm_a, pool_a, signs_a, latent,
+    proj_b, stride_b, ape_b, state_b, norm_b, pool_b, signs_b,
+    q, q_stride, signs_q, q_out,
     W: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WINDOW_FORM: tl.constexpr,
     STORE: tl.constexpr, RATIO: tl.constexpr, PAIRED: tl.constexpr, PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, LATENT: tl.constexpr,
@@ -137,7 +137,7 @@ def _attention_inputs(
         if role == 1:
             compress_device(
                 t, proj_a, stride_a, ape_a, state_a, positions, seq, slots, starts, first, tables,
-                table_width, norm_a, eps, rope, pool_a, latent,
+                table_width, norm_a, eps, rope, signs_a, pool_a, latent,
                 RATIO, PAIRED, D_A, RING_A, PER_BLOCK, PAIRS, FORM_A, APE_A,
                 LATENT, STORE and RATIO > 1, CHUNK,
             )  # fmt: skip
@@ -145,7 +145,7 @@ def _attention_inputs(
         if role == 2:
             compress_device(
                 t, proj_b, stride_b, ape_b, state_b, positions, seq, slots, starts, first, tables,
-                table_width, norm_b, eps, rope, pool_b, latent,
+                table_width, norm_b, eps, rope, signs_b, pool_b, latent,
                 RATIO, PAIRED, D_B, RING_B, PER_BLOCK, PAIRS, FORM_B, APE_B,
                 False, STORE and RATIO > 1, CHUNK,
             )  # fmt: skip
@@ -153,14 +153,27 @@ def _attention_inputs(
         part = role - 1 - A - B
         if part >= 0:
             index_queries_device(
-                q, q_stride, rope, positions, q_out, t, part * HEADS, H, D_Q, PAIRS, FORM_Q, HEADS
+                q,
+                q_stride,
+                rope,
+                positions,
+                signs_q,
+                q_out,
+                t,
+                part * HEADS,
+                H,
+                D_Q,
+                PAIRS,
+                FORM_Q,
+                HEADS,
             )
 
 
 def _fields(c: CompressorInput | None) -> tuple[object, ...]:
     if c is None:
-        return (None, 0, None, None, None, None)
-    return c.proj, c.proj.stride(0), c.ape, c.state, c.norm_w, c.pool
+        return (None, 0, None, None, None, None, None)
+    signs = signs_for(c.form, c.pool.shape[-1], c.pool.dtype, c.pool.device)
+    return c.proj, c.proj.stride(0), c.ape, c.state, c.norm_w, c.pool, signs
 
 
 def _shape(c: CompressorInput | None, name: str) -> dict[str, object]:
@@ -199,7 +212,9 @@ def attention_inputs_triton(
     if want_latent and a is not None:
         latent = a.proj.new_empty((count, a.pool.shape[-1]), dtype=a.pool.dtype)
     heads = head_dim = 0
+    signs = None
     if queries is not None:
+        signs = signs_for(queries.form, queries.head_dim, queries.raw.dtype, queries.raw.device)
         head_dim = queries.head_dim
         heads = queries.raw.shape[1] // head_dim
         q = queries.raw.new_empty((count, heads, head_dim))
@@ -211,7 +226,7 @@ def attention_inputs_triton(
         window.kv, window.kv.stride(0), window.norm_w, k_rows, window.ring,
         *_fields(a), latent, *_fields(b),
         None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
-        q,
+        signs, q,
         W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
         RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
         CHUNK=min(members, 8), LATENT=latent is not None, **_shape(a, "A"), **_shape(b, "B"),

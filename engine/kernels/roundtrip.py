@@ -21,6 +21,7 @@ Scales are powers of two where nothing else is said. Values of every form are ex
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, get_args
 
 import torch
@@ -174,6 +175,25 @@ def power_of_two_at_least_device(x):
 
 
 @triton.jit
+def fp8_scale_device(amax):
+    """Power of two of an FP8 group, as round_trip_fp8 has it: amax float32, at least its floor.
+
+    448 is 1.75 * 2**8, so the power at or above amax / 448 follows from amax's exponent, one more
+    where its mantissa exceeds 1.75 (a quotient rounded to float32 never hides that it does). A
+    division would be long code that runs once.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    return (((bits + 0x1FFFFF) & 0x7F800000) - (8 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp4_scale_device(amax):
+    """Power of two of an FP4 group, as round_trip_fp4 has it; 6 is 1.5 * 2**2."""
+    bits = amax.to(tl.int32, bitcast=True)
+    return (((bits + 0x3FFFFF) & 0x7F800000) - (2 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _reciprocal(scale):
     """1 / scale, exact, of a normal power of two up to 2**126."""
     return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -205,7 +225,7 @@ def fp8_device(x, GROUP: tl.constexpr, TAIL: tl.constexpr):
     column = tl.arange(0, N // G)[:, None] * G + tl.arange(0, G)[None, :]
     stored = (column < N - TAIL)[None, :, :]
     amax = tl.max(tl.where(stored, tl.abs(groups), 0.0), axis=2)
-    scale = power_of_two_at_least_device(tl.div_rn(tl.maximum(amax, 1e-4), 448.0))[:, :, None]
+    scale = fp8_scale_device(tl.maximum(amax, 1e-4))[:, :, None]
     rounded = round_e4m3_device(groups * _reciprocal(scale)) * scale
     return tl.reshape(tl.where(stored, rounded, groups), (M, N))
 
@@ -219,7 +239,7 @@ def fp4_device(x, GROUP: tl.constexpr):
     groups = tl.reshape(x, (M, N // G, G))
     amax = tl.max(tl.abs(groups), axis=2)
     floor: tl.constexpr = 6.0 * 2.0**-126
-    scale = power_of_two_at_least_device(tl.div_rn(tl.maximum(amax, floor), 6.0))[:, :, None]
+    scale = fp4_scale_device(tl.maximum(amax, floor))[:, :, None]
     return tl.reshape(round_e2m1_device(groups * _reciprocal(scale)) * scale, (M, N))
 
 
@@ -239,25 +259,41 @@ def fp4_e4m3_device(x, GROUP: tl.constexpr):
     return tl.reshape(round_e2m1_device(quotient) * scale, (M, N))
 
 
+@functools.cache
+def hadamard_signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The Hadamard matrix times sqrt(width), +-1, [width, width]: what hadamard_device reads."""
+    at = torch.arange(width, device=device)
+    shared = at[:, None] & at
+    odd = sum((shared >> bit) & 1 for bit in range(width.bit_length())) % 2
+    return (1 - 2 * torch.as_tensor(odd, device=device)).to(dtype)
+
+
+def signs_for(form: Form, width: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What round_trip_device wants as `signs`: None but for the form with the transform."""
+    return hadamard_signs(width, dtype, device) if form == "hadamard_fp4_32" else None
+
+
 @triton.jit
-def hadamard_device(x):
-    """hadamard_transform of a tile [M, N] in its own dtype (float32 or bfloat16)."""
+def hadamard_device(x, signs):
+    """hadamard_transform of a tile [M, N] in its own dtype (float32 or bfloat16).
+
+    Args:
+        x: the tile.
+        signs: pointer to hadamard_signs [N, N] in x's dtype; working them out would be more code,
+            and longer, than reading them from the cache.
+    """
     N: tl.constexpr = x.shape[1]
-    row = tl.arange(0, N)[:, None]
-    # Sign of (i, j): parity of the bits that i and j share.
-    shared = row & tl.arange(0, N)[None, :]
-    shared = shared ^ (shared >> 8)
-    shared = shared ^ (shared >> 4)
-    shared = shared ^ (shared >> 2)
-    shared = shared ^ (shared >> 1)
-    signs = (1 - 2 * (shared & 1)).to(tl.float32).to(x.dtype)
+    matrix = tl.load(signs + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
     gain: tl.constexpr = N**-0.5
-    return cast(dot(x, signs, tl.zeros(x.shape, tl.float32)) * gain, x.dtype)
+    return cast(dot(x, matrix, tl.zeros(x.shape, tl.float32)) * gain, x.dtype)
 
 
 @triton.jit
-def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0):
-    """round_trip of a tile [M, N] in its own dtype (float32 or bfloat16); M, N powers of two."""
+def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0, signs=None):
+    """round_trip of a tile [M, N] in its own dtype (float32 or bfloat16); M, N powers of two.
+
+    The form with the transform needs `signs`, a pointer to what signs_for gives.
+    """
     if FORM == "none":
         result = x
     elif FORM == "fp8_64_tail":
@@ -270,5 +306,5 @@ def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0):
         result = fp4_device(x.to(tl.float32), 32).to(x.dtype)
     else:
         tl.static_assert(FORM == "hadamard_fp4_32", "no such form")
-        result = fp4_device(hadamard_device(x).to(tl.float32), 32).to(x.dtype)
+        result = fp4_device(hadamard_device(x, signs).to(tl.float32), 32).to(x.dtype)
     return result

@@ -21,16 +21,17 @@ SHAPES += [("fp8_32", 512, 0), ("fp4_e4m3_16", 512, 0), ("fp4_32", 128, 0), ("fp
 
 
 @triton.jit
-def apply(x, y, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, TAIL: tl.constexpr):
+def apply(x, y, signs, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, TAIL: tl.constexpr):
     """One tile through a form."""
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(y + at, rt.round_trip_device(tl.load(x + at), FORM, TAIL))
+    tl.store(y + at, rt.round_trip_device(tl.load(x + at), FORM, TAIL, signs))
 
 
 def on_device(x: Tensor, form: str, tail: int) -> Tensor:
     """Run a form's Triton function on [16, N]."""
     y = torch.full_like(x, float("nan"))
-    apply[(1,)](x, y, *x.shape, FORM=form, TAIL=tail)
+    signs = rt.signs_for(form, x.shape[1], x.dtype, x.device)
+    apply[(1,)](x, y, signs, *x.shape, FORM=form, TAIL=tail)
     return y
 
 
@@ -79,6 +80,30 @@ def test_hadamard_differs_only_where_a_sum_is_a_tie(dtype):
     unit = torch.zeros(1, 4)
     unit[0, 1] = 2.0
     assert rt.hadamard_transform(unit).tolist() == [[1.0, -1.0, 1.0, -1.0]]
+
+
+@triton.jit
+def scales(amax, fp8, fp4, N: tl.constexpr):
+    """Both kinds of scales of N maxima."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(fp8 + at, rt.fp8_scale_device(tl.load(amax + at)))
+    tl.store(fp4 + at, rt.fp4_scale_device(tl.load(amax + at)))
+
+
+def test_scales_are_those_of_the_quotient():
+    """A scale read off the bits differs from the one the rounded quotient gives, at any mantissa."""
+    mantissas = torch.arange(0, 1 << 23, 5, dtype=torch.int32)
+    edges = torch.tensor([0x400000, 0x600000], dtype=torch.int32)
+    near = (edges[:, None] + torch.arange(-64, 65, dtype=torch.int32)).flatten()
+    parts = torch.cat((mantissas, near))
+    for exponent in (118, 127, 140):  # all above the floors
+        bits = parts + (exponent << 23)
+        count = len(bits) // 4096 * 4096
+        amax = bits[-count:].view(torch.float32).to(DEVICE)
+        fp8, fp4 = torch.empty_like(amax), torch.empty_like(amax)
+        scales[(count // 4096,)](amax, fp8, fp4, 4096)
+        assert torch.equal(fp8, rt.power_of_two_at_least(amax / rt.E4M3_MAX))
+        assert torch.equal(fp4, rt.power_of_two_at_least(amax / rt.E2M1_MAX))
 
 
 def test_nan_stays_visible():
