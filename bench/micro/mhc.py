@@ -84,14 +84,16 @@ def check() -> None:
 def tilings(rows: int) -> dict[str, tuple[mhc.Tiling, ...] | None]:
     """Tilings to try: one kernel, or one that closes and one that projects."""
     found: dict[str, tuple[mhc.Tiling, ...] | None] = {"*": None}
-    close = mhc.Tiling(1, 512, 512, 8 if rows <= 64 else 4, 4)
-    options: list[tuple[mhc.Tiling, ...]] = []
+    close = mhc.Tiling(1, 1024, 4, 4)
     if rows <= 16:
-        options += [(mhc.Tiling(1, 32, 32, 128, 4),), (mhc.Tiling(1, 128, 128, 32, 8),)]
-    if 1 < rows <= 256:
-        options += [(close, mhc.Tiling(16, 64, 64, 64, 4)), (mhc.Tiling(16, 128, 64, 32, 4),)]
-    if rows > 256:
-        options += [(mhc.Tiling(64, 1024, 64, 2, 8),), (close, mhc.Tiling(64, 2048, 64, 2, 4))]
+        options: list[tuple[mhc.Tiling, ...]] = [
+            (mhc.Tiling(1, 32, 128, 4),),
+            (mhc.Tiling(1, 64, 64, 8),),
+        ]
+    elif rows <= 256:
+        options = [(close, mhc.Tiling(16, 128, 32, 4)), (close, mhc.Tiling(16, 64, 64, 4))]
+    else:
+        options = [(close, mhc.Tiling(64, 64, 2, 8)), (close, mhc.Tiling(128, 32, 4, 8))]
     return found | {" + ".join(str(list(astuple(c))) for c in o): o for o in options}
 
 

@@ -114,8 +114,10 @@ def _scale_at(scale, n, k, N, K, BLOCK: tl.constexpr, BN: tl.constexpr):
     wide = tl.cdiv(K, BLOCK)
     places = scale + n // BLOCK * wide + tl.minimum(k, K - 1) // BLOCK
     if BN <= BLOCK:
-        return _power(tl.load(places))
-    return _power(tl.load(places, mask=n < N, other=127))
+        byte = tl.load(places)
+    else:
+        byte = tl.load(places, mask=n < N, other=127)
+    return _power(byte)
 
 
 @triton.jit

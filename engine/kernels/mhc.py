@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.mhc_kernel import SLOTS, mix_row, mix_rows, open_site
+from engine.kernels.mhc_kernel import SLOTS, mix_row, open_site, project_rows
 from engine.kernels.overlap import overlaps
 from engine.kernels.reference import rms_norm
 from engine.kernels.roundtrip import round_trip_fp8
@@ -219,19 +219,17 @@ _PROGRAMS = 264
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel that closes a site, projects onto the next one's logits, or both is cut up.
+    """How one of the first kernels is cut up.
 
     Args:
-        bt: rows per program; 1 takes `mix_row`, more takes `mix_rows`.
+        bt: rows per program; 1 takes `mix_row`, more takes `project_rows`.
         bd: places of d per step.
-        bk: of these, how many `mix_rows` projects at once.
         splits: shares of d.
         warps: per program.
     """
 
     bt: int
     bd: int
-    bk: int
     splits: int
     warps: int
 
@@ -239,19 +237,13 @@ class Tiling:
 def tilings(rows: int, width: int) -> tuple[Tiling, ...]:
     """Tilings for T rows of streams of width d: a table by class of T.
 
-    One: closing and projecting are one kernel. Two: a kernel each, where the rows are too many to
-    read fn for each of them and too few to hide what one waits for behind the others.
+    One: closing and projecting are one kernel, which reads fn for each row. Two: a kernel each.
     """
-
-    def spread(bt: int, bd: int, bk: int, warps: int) -> Tiling:
-        splits = min(_PROGRAMS // triton.cdiv(rows, bt), triton.cdiv(width, bd), 128)
-        return Tiling(bt, bd, bk, max(1, splits), warps)
-
     if rows <= 8:
-        return (spread(1, 64, 64, 4),)
-    if rows <= 256:
-        return spread(1, 512, 512, 4), spread(16, 128, 64, 4)
-    return (spread(64, 1024, 64, 4),)
+        return (Tiling(1, 64, triton.cdiv(width, 64), 4),)
+    bt, bd = (16, 64) if rows <= 256 else (64, 32)
+    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, bt), width // 128))
+    return Tiling(1, 512, triton.cdiv(width, 512), 4), Tiling(bt, bd, splits, 4)
 
 
 def _mixed(
@@ -272,10 +264,10 @@ def _mixed(
         R', and sums [T, splits, SLOTS].
     """
     cuts = cuts or tilings(streams.shape[0], streams.shape[2])
-    if len(cuts) == 2 and closing is not None and fn is not None:
-        streams, _ = _mix(streams, closing, None, cuts[0])
-        closing = None
-    return _mix(streams, closing, fn, cuts[0] if fn is None else cuts[-1])
+    if len(cuts) == 2 and closing is not None:
+        streams, sums = _mix(streams, closing, None, cuts[0])
+        return (streams, sums) if fn is None else _mix(streams, None, fn, cuts[1])
+    return _mix(streams, closing, fn, cuts[-1])
 
 
 def _mix(
@@ -287,12 +279,24 @@ def _mix(
     rows, count, width = streams.shape
     share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
     splits = triton.cdiv(width, share)
-    out = streams if closing is None else torch.empty_like(streams)
     sums = torch.empty((rows, splits, SLOTS), dtype=torch.float32, device=streams.device)
+    overlap = overlaps(streams.device) and width % 4 == 0
+    common = {
+        "S": count,
+        "M": 0 if fn is None else fn.shape[0],
+        "SLOTS": SLOTS,
+        "BD": cut.bd,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
+        "num_warps": cut.warps,
+    }
+    grid = triton.cdiv(rows, cut.bt), splits
+    if cut.bt > 1:
+        project_rows[grid](streams, fn, sums, rows, width, share, BT=cut.bt, **common)
+        return streams, sums
+    out = streams if closing is None else torch.empty_like(streams)
     parts, post, comb = closing or (streams, streams, streams)
-    kernel = mix_row if cut.bt == 1 else mix_rows
-    rows_at_once = {} if cut.bt == 1 else {"BT": cut.bt, "BK": cut.bk}
-    kernel[(triton.cdiv(rows, cut.bt), splits)](
+    mix_row[grid](
         streams,
         parts,
         post,
@@ -303,15 +307,8 @@ def _mix(
         rows,
         width,
         share,
-        S=count,
         P=0 if closing is None else parts.shape[1],
-        M=0 if fn is None else fn.shape[0],
-        SLOTS=SLOTS,
-        BD=cut.bd,
-        OVERLAP=overlaps(streams.device) and width % 4 == 0,
-        launch_pdl=overlaps(streams.device) and width % 4 == 0,
-        num_warps=cut.warps,
-        **rows_at_once,
+        **common,
     )
     return out, sums
 
@@ -368,7 +365,7 @@ def _opened(
         BLOCK=block,
         OVERLAP=overlaps(device),
         launch_pdl=overlaps(device),
-        num_warps=8 if block >= 2048 else 4,
+        num_warps=4 if block <= 4096 else 8,
     )
     return HcIn(x, xq, gates[0], gates[1], comb)
 
@@ -420,7 +417,7 @@ def hc_turn_triton(
     iterations: int,
     act_group: int | None,
 ) -> tuple[Tensor, HcIn]:
-    """`hc_turn_torch` in two kernels."""
+    """`hc_turn_torch` in two kernels, in three from nine rows on."""
     mixed, sums = _mixed(streams, (parts, post, comb), fn)
     opened = _opened(
         mixed,

@@ -1,6 +1,7 @@
-"""Triton kernels of engine.kernels.mhc: two launches from one site to the next.
+"""Triton kernels of engine.kernels.mhc: two or three launches from one site to the next.
 
-`mix_row` (or `mix_rows`) closes a site and projects the new streams onto the next site's mixing logits, in shares of d;
+`mix_row` closes a site and projects the new streams onto the next site's mixing logits, in shares
+of d; for more than a few rows it only closes and `project_rows` projects, reading fn less often.
 `open_site` adds the shares up, in order, and has two kinds of programs: one per row that makes the
 sublayer's input, and others that make the coefficients, which nothing needs before the sublayer's
 output: Sinkhorn's long chain of divisions delays nobody.
@@ -148,29 +149,22 @@ def mix_row(
 
 
 @triton.jit(do_not_specialize=["T"])
-def mix_rows(
+def project_rows(
     streams,
-    parts,
-    post,
-    comb,
     fn,
-    out,
     sums,
     T,
     D,
     share,
     S: tl.constexpr,
-    P: tl.constexpr,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
-    BK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`mix_row` for BT rows, which share what is read of fn; the projection goes in steps of BK."""
-    t0 = tl.program_id(0) * BT
-    t = t0 + tl.arange(0, BT)
+    """The projection of `mix_row` for BT rows, which share what is read of fn."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
     split = tl.program_id(1)
     _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
     row = t.to(tl.int64)[:, None]
@@ -179,25 +173,17 @@ def mix_rows(
     squares = tl.zeros((BT,), tl.float32)
     for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
         d = d0 + tl.arange(0, BD)
-        if P > 0:
-            for own in tl.range(t0, tl.minimum(t0 + BT, T)):
-                _close(streams, parts, post, comb, out, tl.cast(own, tl.int64), d, D, S, P)
-            # What other threads have just stored is read back as a tile.
-            tl.debug_barrier()
-        for k0 in tl.range(d0, tl.minimum(d0 + BD, D) if M > 0 else d0, BK):
-            k = k0 + tl.arange(0, BK)
-            inside = (t < T)[:, None] & (k < D)[None, :]
-            for j in tl.static_range(S):
-                a = tl.load(out + (row * S + j) * D + k[None, :], mask=inside, other=0.0)
-                wide = a.to(tl.float32)
-                squares += tl.sum(wide * wide, axis=1)
-                places = fn + slot[None, :] * S * D + j * D + k[:, None]
-                b = tl.load(places, mask=(slot < M)[None, :] & (k < D)[:, None], other=0.0)
-                acc = _dot_fine(acc, a, b)
-    if M > 0:
-        result = tl.where((slot == M)[None, :], squares[:, None], acc)
-        places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot[None, :]
-        tl.store(places, result, mask=(t < T)[:, None])
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        for j in tl.static_range(S):
+            a = tl.load(streams + (row * S + j) * D + d[None, :], mask=inside, other=0.0)
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            places = fn + slot[None, :] * S * D + j * D + d[:, None]
+            b = tl.load(places, mask=(slot < M)[None, :] & (d < D)[:, None], other=0.0)
+            acc = _dot_fine(acc, a, b)
+    result = tl.where((slot == M)[None, :], squares[:, None], acc)
+    places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot[None, :]
+    tl.store(places, result, mask=(t < T)[:, None])
 
 
 @triton.jit
