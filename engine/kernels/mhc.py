@@ -365,7 +365,7 @@ def _opened(
         BLOCK=block,
         OVERLAP=overlaps(device),
         launch_pdl=overlaps(device),
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=8 if block >= 2048 else 4,
     )
     return HcIn(x, xq, gates[0], gates[1], comb)
 
