@@ -278,9 +278,9 @@ def attend_triton(
             M=tile.heads,
             N=tile.keys,
             LIST=min(1 << (share - 1).bit_length(), 1024),
-            num_warps=tile.warps,
             # The place of a key is loaded a tile before the key.
-            num_stages=2 * tile.ahead + 1,
+            STAGES=tile.ahead * (1 if tile.heads >= 64 else 2) + 1,
+            num_warps=tile.warps,
             **overlapping(q.device),
         )
     if tile.splits > 1:

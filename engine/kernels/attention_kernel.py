@@ -140,6 +140,44 @@ def list_keys_device(
 
 
 @triton.jit
+def attend_tile_device(queries, key, tile, last, scale, acc, top, total):
+    """Take one tile of keys in.
+
+    Args:
+        queries: [M, D].
+        key: [N, D]; those from number `last` on have no weight.
+        tile: number of its first key.
+        last: end of the keys.
+        scale: of the logits, times log2(e).
+        acc: float32 [M, D], weighted sum so far.
+        top: float32 [M], largest logit so far (base 2).
+        total: float32 [M, N], sums of weights so far, by column.
+
+    Returns:
+        acc, top and total with the tile.
+    """
+    M: tl.constexpr = queries.shape[0]
+    N: tl.constexpr = key.shape[0]
+    whole = tl.zeros((M, N), tl.float32)
+    real = tile + tl.arange(0, N) < last
+    if M < 64:
+        scores = dot(queries, tl.trans(key), whole) * scale
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    # Where a product is not seen to lead straight to the next one, the compiler shares its columns
+    # among the warp groups instead of computing all of them in each.
+    elif tile + N <= last:
+        scores = dot(queries, tl.trans(key), whole) * scale
+    else:
+        scores = dot(queries, tl.trans(key), whole) * scale
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    peak = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - peak[:, None])
+    fade = tl.exp2(top - peak)
+    acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
+    return acc, peak, total * fade[:, None] + weights
+
+
+@triton.jit
 def attend_kernel(
     q,
     ring,
@@ -179,6 +217,7 @@ def attend_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     LIST: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (row, M heads, split). With one split: final output; else its part, for combine.
@@ -247,27 +286,19 @@ def attend_kernel(
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    for tile in range(first_key, last_key, N):
+    for tile in tl.range(first_key, last_key, N, num_stages=STAGES):
         place = tl.load(keys + tile + tl.arange(0, N)) * 8
         key = tl.load(ring + place[:, None] + column).to(queries.dtype)
-        whole = tl.zeros((M, N), tl.float32)
-        real = tile + tl.arange(0, N) < last_key
-        if M < 64:
-            scores = dot(queries, tl.trans(key), whole) * scale
-            scores = tl.where(real[None, :], scores, float("-inf"))
-        # Where a product is not seen to lead straight to the next one, the compiler shares its
-        # columns among the warp groups instead of computing all of them in each.
-        elif tile + N <= last_key:
-            scores = dot(queries, tl.trans(key), whole) * scale
-        else:
-            scores = dot(queries, tl.trans(key), whole) * scale
-            scores = tl.where(real[None, :], scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - peak[:, None])
-        fade = tl.exp2(top - peak)
-        total = total * fade[:, None] + weights
-        acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
-        top = peak
+        if M < 64:  # noqa: SIM114 - decided at compile time, unlike the other
+            acc, top, total = attend_tile_device(
+                queries, key, tile, last_key, scale, acc, top, total
+            )
+        # Always so. What the compiler finds under a condition it puts behind the loads of the
+        # next tile, which otherwise would begin when this one is done.
+        elif tile < last_key:
+            acc, top, total = attend_tile_device(
+                queries, key, tile, last_key, scale, acc, top, total
+            )
 
     sum_of_weights = tl.sum(total, axis=1)
     if SPLITS == 1:
