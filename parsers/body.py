@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from parsers.errors import ClientError
+from parsers.jsontext import RepeatedKeyError, check_keys
 
 Body = dict[str, Any]
 
@@ -26,7 +27,8 @@ def parse_object(raw: bytes) -> Body:
 
     Raises:
         ClientError: the body is empty, not UTF-8, not strict JSON (RFC 8259: no NaN, no lone
-            surrogate, no trailing bytes, nesting within the decoder's bound) or not an object.
+            surrogate, no trailing bytes, nesting within the decoder's bound), not an object, or has
+            a key twice: which of the two counts, readers along the way may see differently.
     """
     if not raw.strip():
         raise ClientError("request body: expected a JSON object, got an empty body")
@@ -36,6 +38,16 @@ def parse_object(raw: bytes) -> Body:
         raise ClientError(f"request body: expected a JSON object: {error}") from None
     if not isinstance(value, dict):
         raise ClientError(f"request body: expected a JSON object, got {describe(value)}")
+    try:
+        check_keys(raw.decode())
+    except RepeatedKeyError as error:
+        key = error.key if len(error.key) <= 60 else f"{error.key[:57]}..."
+        raise ClientError(
+            f"request body: expected every key once in its object, got {key!r} twice",
+            code="duplicate_key",
+        ) from None
+    except RecursionError:
+        raise ClientError("request body: nesting is too deep") from None
     return value
 
 

@@ -35,6 +35,7 @@ from parsers.request import (
     custom_parameters,
     function_tool,
     read_moves,
+    read_stream_options,
     unheeded,
 )
 from parsers.rules import Profile
@@ -108,6 +109,9 @@ def read_chat(
     heeded = HONOURED | SCORING.keys()
     ignored = list(unheeded(body, heeded | MOVES.keys() if moves else heeded, NEUTRAL))
     effort = _read_thinking(body, served, profile, ignored)
+    continuous = read_stream_options(body, ignored)
+    if continuous:
+        body["stream_options"] = {"include_usage": True}  # else chunks have no place for it
     _check_options(body)
     tools, customs = _read_tools(body)
     choice = _read_tool_choice(body, tools)
@@ -133,6 +137,7 @@ def read_chat(
         parallel_calls=body.get("parallel_tool_calls", True),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
+        continuous=continuous,
         moves=read_moves(body) if moves else NO_MOVES,
         scoring=read_scoring(body),
         ignored=tuple(sorted(ignored)),
@@ -211,8 +216,6 @@ def _fraction(effort: Any) -> int:
 
 
 def _check_options(body: Body) -> None:
-    if "stream_options" in body and not body.get("stream"):
-        raise ClientError("stream_options: only allowed with stream: true", param="stream_options")
     if "top_logprobs" in body and not body.get("logprobs"):
         raise ClientError("top_logprobs: needs logprobs: true", param="top_logprobs")
     first, second = body.get("max_tokens"), body.get("max_completion_tokens")

@@ -42,6 +42,7 @@ from parsers.request import (
     check_bias,
     check_model,
     read_moves,
+    read_stream_options,
     unheeded,
 )
 from parsers.values import PromptNote, Sampling, ServedModel
@@ -91,6 +92,7 @@ class Completion:
         vocabulary: Vocabulary,
         eos_token_ids: tuple[int, ...],
         stream: bool,
+        continuous: bool,
         model: str,
         ignored: tuple[str, ...],
         exchange_id: str,
@@ -99,6 +101,7 @@ class Completion:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.stream = stream
+        self._continuous = continuous  # the usage so far is in every chunk
         self.model = model
         self.ignored = ignored
         self.images: tuple[str, ...] = ()
@@ -232,7 +235,7 @@ class Completion:
         return orjson.dumps(reply)
 
     def _usage(self, finish: Finish | None) -> dict[str, Any] | None:
-        if finish is None:
+        if finish is None and not self._continuous:
             return None
         prompt = len(self.prompt_ids)
         return {
@@ -315,8 +318,8 @@ def open_completion(
     body = drop_nulls(parse_object(raw))
     name = check_model(body, served)
     check_fields(body, FIELDS)
-    if "stream_options" in body and not body.get("stream"):
-        raise ClientError("stream_options: only allowed with stream: true", param="stream_options")
+    ignored: list[str] = []
+    continuous = read_stream_options(body, ignored)
     prompt, moves = read_prompt(body, vocabulary), read_moves(body)
     check_bias(moves, vocabulary)
     prompt_ids = tuple(encode(prompt)) if isinstance(prompt, str) else prompt
@@ -347,8 +350,9 @@ def open_completion(
         vocabulary=vocabulary,
         eos_token_ids=served.eos_token_ids,
         stream=body.get("stream", False),
+        continuous=continuous,
         model=name,
-        ignored=unheeded(body, {*FIELDS, "model", "prompt"}, {}),
+        ignored=tuple(sorted([*unheeded(body, {*FIELDS, "model", "prompt"}, {}), *ignored])),
         exchange_id=exchange_id,
         created=created,
     )

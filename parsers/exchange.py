@@ -15,7 +15,7 @@ import orjson
 
 from parsers.answer import AnswerPipeline
 from parsers.errors import ClientError, Protocol, ReplyError
-from parsers.frames import Frames, Tally
+from parsers.frames import ChatFrames, Frames, Tally
 from parsers.invoke import Finish
 from parsers.pipeline import Pipeline
 from parsers.prompt_note import NO_NOTE, write_scores
@@ -101,6 +101,7 @@ class Exchange:
         protocol: Protocol,
         wire: Wire,
         frames: Frames,
+        continuous: bool,
         prompt_ids: tuple[int, ...],
         sampling: Sampling,
         vocabulary: Vocabulary,
@@ -131,6 +132,8 @@ class Exchange:
         self._note = NO_NOTE
         self._wire = wire
         self._frames = frames
+        self._continuous = continuous  # the usage so far is in every chunk (Chat)
+        self._prompt_tokens = 0
         # A reply that may end before the engine does is fed token by token: what comes after its
         # end in the same step must leave no trace, in the usage as little as in the report.
         self._stepwise = stepwise
@@ -171,7 +174,13 @@ class Exchange:
         Returns:
             The first frames; none for a whole reply.
         """
+        self._prompt_tokens = prompt_tokens
+        self._spend()
         return self._frames.frames(self._wire.ready(prompt_tokens, cached_tokens))
+
+    def _spend(self) -> None:
+        if self._continuous and isinstance(self._frames, ChatFrames):
+            self._frames.spend(self._prompt_tokens, self._received)
 
     def note_prompt(self, note: PromptNote) -> None:
         """Take what the engine tells of the prompt; the end of the reply shows it."""
@@ -256,6 +265,8 @@ class Exchange:
     def _push(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> list[bytes]:
+        if self._continuous:
+            self._spend()
         if self._pipeline is None:
             chunks = self._wire.tokens(token_ids, logprobs)
         else:

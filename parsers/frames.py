@@ -70,9 +70,18 @@ class ChatFrames:
         index: which choice of the reply this is.
         tally: shared by all of them; None for a single one.
         flat: errors in SGLang's form.
+        continuous: every chunk tells the usage so far (``continuous_usage_stats``).
     """
 
-    def __init__(self, *, index: int = 0, tally: Tally | None = None, flat: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        tally: Tally | None = None,
+        flat: bool = False,
+        continuous: bool = False,
+    ) -> None:
+        self._usage = "null" if continuous else None
         self._index = f'"choices":[{{"index":{index},' if index else None
         self._tally = tally
         self._flat = flat
@@ -82,8 +91,18 @@ class ChatFrames:
         """Whether another choice has ended the stream in an error."""
         return self._tally is not None and self._tally.failed
 
+    def spend(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Note the usage so far, for streams that tell it in every chunk."""
+        if self._usage is not None:
+            self._usage = (
+                f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
+                f'"total_tokens":{prompt_tokens + completion_tokens}}}'
+            )
+
     def frames(self, chunks: list[str]) -> list[bytes]:
         """Frame the JSON of chunks."""
+        if self._usage is not None:
+            chunks = [_told(chunk, self._usage) for chunk in chunks]
         if self._tally is not None:
             if self._tally.failed:
                 return []
@@ -125,6 +144,14 @@ class ChatFrames:
         if self._tally is not None:
             self._tally.failed = True
         return [b"data: " + body + b"\n\n", _DONE]
+
+
+_NO_USAGE = '"usage":null}'
+
+
+def _told(chunk: str, usage: str) -> str:
+    """Give a chunk that tells no usage the usage so far."""
+    return f"{chunk[:-5]}{usage}}}" if chunk.endswith(_NO_USAGE) else chunk
 
 
 class _NamedFrames:
@@ -233,14 +260,20 @@ Frames = ChatFrames | MessagesFrames | ResponsesFrames
 
 
 def frames_for(
-    protocol: Protocol, exchange_id: str, *, index: int, tally: Tally | None, flat: bool
+    protocol: Protocol,
+    exchange_id: str,
+    *,
+    index: int,
+    tally: Tally | None,
+    flat: bool,
+    continuous: bool,
 ) -> Frames:
     """Return the framing of a reply; what it takes is said at each class."""
     if protocol == "messages":
         return MessagesFrames(exchange_id)
     if protocol == "responses":
         return ResponsesFrames()
-    return ChatFrames(index=index, tally=tally, flat=flat)
+    return ChatFrames(index=index, tally=tally, flat=flat, continuous=continuous)
 
 
 def _chat_usage(found: re.Match[str], count: int) -> str:

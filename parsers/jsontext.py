@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json  # noqa: TID251 -- repeated keys and positions of members; nothing is encoded with it
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,14 +22,23 @@ _BAR = "｜"
 _BAR_BEGUN = re.compile(r"\|(?:D(?:SM?)?)?\Z")
 
 
-class _RepeatedKeyError(ValueError):
-    pass
+class RepeatedKeyError(ValueError):
+    """An object has a key twice.
+
+    Args:
+        key: which.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} is there twice")
+        self.key = key
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise _RepeatedKeyError
+        counts = Counter(key for key, _ in pairs)
+        raise RepeatedKeyError(counts.most_common(1)[0][0])
     return members
 
 
@@ -54,6 +64,16 @@ def is_strict(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return text.count("[") + text.count("{") <= DEEPEST or _depth(text) <= DEEPEST
+
+
+def check_keys(text: str) -> None:
+    """Raise unless no object of a strict JSON text has a key twice.
+
+    Raises:
+        RepeatedKeyError: one has.
+        RecursionError: it is nested too deep to be looked through.
+    """
+    _DECODER.decode(text)
 
 
 def mend_surrogates(text: str) -> str:

@@ -93,6 +93,7 @@ class Request:
         top_p: likewise.
         moves: penalties and biases.
         ignored: names of fields accepted without effect, sorted.
+        continuous: every chunk of the stream is to tell the usage so far.
         n: how many choices.
         reply_format: the JSON the answer is to be, None for any text.
         customs: names of tools that take free text instead of arguments.
@@ -114,6 +115,7 @@ class Request:
     top_p: float | None
     ignored: tuple[str, ...]
     moves: LogitMoves = NO_MOVES
+    continuous: bool = False
     n: int = 1
     reply_format: ReplyFormat | None = None
     customs: frozenset[str] = frozenset()
@@ -153,6 +155,33 @@ def read_moves(body: Body) -> LogitMoves:
         frequency=body.get("frequency_penalty", 0.0),
         bias=tuple((int(token_id), value) for token_id, value in bias.items() if value),
     )
+
+
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+def read_stream_options(body: Body, ignored: list[str]) -> bool:
+    """Check the options of a stream; returns whether every chunk is to tell the usage so far.
+
+    Args:
+        body: whose; its fields were checked one by one.
+        ignored: takes the names of options that ask for something and have no effect.
+    """
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not body.get("stream"):
+        raise ClientError("stream_options: only allowed with stream: true", param="stream_options")
+    for name in STREAM_OPTIONS:
+        value = options.get(name)
+        ok = value is None or isinstance(value, bool)
+        require(ok, f"stream_options.{name}", "true or false", value)
+    ignored += (
+        f"stream_options.{name}"
+        for name, value in options.items()
+        if name not in STREAM_OPTIONS and value
+    )
+    return bool(options.get("continuous_usage_stats"))
 
 
 def check_bias(moves: LogitMoves, vocabulary: Vocabulary) -> None:

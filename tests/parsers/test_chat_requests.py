@@ -10,7 +10,17 @@ import orjson
 import pytest
 
 from parsers import BootError, ClientError, Codec, ServedModel, error_body
-from tests.parsers.support import SPECIALS, encode, function, open_chat, request, write_tokenizer
+from tests.parsers.support import (
+    SPECIALS,
+    chunks,
+    drive,
+    each,
+    encode,
+    function,
+    open_chat,
+    request,
+    write_tokenizer,
+)
 
 USER = {"role": "user", "content": "q"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -153,6 +163,24 @@ def test_a_body_that_is_no_object_is_refused(codec: Codec, raw: bytes) -> None:
     assert (caught.value.status, caught.value.param) == (400, None)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        (b'"model"', b'"model": "x", "model"', "model"),
+        (b'"role"', b'"role": "system", "role"', "role"),
+        (b'"role"', b'"r\\u006fle": "system", "role"', "role"),
+        (b'"role"', b'"' + b"k" * 99 + b'": 1, "' + b"k" * 99 + b'": 2, "role"', "kkk..."),
+    ],
+)
+def test_a_key_twice_is_refused(codec: Codec, old: bytes, new: bytes, key: str) -> None:
+    """Wherever it stands and however it is spelled; readers would not agree which one counts."""
+    with pytest.raises(ClientError, match="every key once") as caught:
+        codec.open_exchange("chat", request(model="gpt").replace(old, new), exchange_id="ID")
+
+    assert (caught.value.status, caught.value.code) == (400, "duplicate_key")
+    assert key in caught.value.message
+
+
 @pytest.mark.parametrize(("levels", "words"), [(150, "recursion limit"), (400, "too deep")])
 def test_nesting_the_codec_refuses_is_a_client_error(codec: Codec, levels: int, words: str) -> None:
     """Between our decoder's bound and the codec's there is still a 400."""
@@ -246,6 +274,38 @@ def test_null_fields_are_as_absent(codec: Codec) -> None:
 
     assert exchange.prompt_ids == open_chat(codec).prompt_ids
     assert exchange.ignored == ()
+
+
+@pytest.mark.parametrize("tools", [None, [function("f")]])
+def test_the_usage_so_far_is_in_every_chunk_where_asked_for(
+    codec: Codec, tools: list[dict[str, Any]] | None
+) -> None:
+    """`continuous_usage_stats`: counts grow with the tokens, and the last are the whole reply's."""
+    options = {"continuous_usage_stats": True}
+    fields = {"thinking": QUIET, "stream": True, **({} if tools is None else {"tools": tools})}
+    exchange = open_chat(codec, stream_options=options, **fields)
+    ids = encode(codec, "one two three")
+    found = [chunk["usage"] for chunk in chunks(drive(exchange, each(ids)))]
+
+    told = [usage["completion_tokens"] for usage in found]
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0, len(ids))
+    assert set(range(1, len(ids) + 1)) <= set(told)
+    assert {usage["prompt_tokens"] for usage in found} == {10}
+    assert all(u["total_tokens"] == 10 + u["completion_tokens"] for u in found)
+    assert exchange.ignored == ()
+    usages = [c.get("usage") for c in chunks(drive(open_chat(codec, **fields), each(ids)))]
+    assert [usage for usage in usages if usage] == usages[-1:]
+
+
+def test_options_of_a_stream_are_checked_and_named(codec: Codec) -> None:
+    """Both flags; any other that asks for something has no effect."""
+    exchange = open_chat(codec, stream=True, stream_options={"include_usage": None, "x": 1, "y": 0})
+    assert exchange.ignored == ("stream_options.x",)
+    for name in ("include_usage", "continuous_usage_stats"):
+        with pytest.raises(ClientError) as caught:
+            open_chat(codec, stream=True, stream_options={name: 1})
+        assert caught.value.param == f"stream_options.{name}"
 
 
 def test_fields_without_effect_are_named(codec: Codec) -> None:
