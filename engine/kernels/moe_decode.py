@@ -80,7 +80,7 @@ def _unit(data, scale, row, group, xs, NT: tl.constexpr, K: tl.constexpr, C: tl.
         c = (zero, zero, zero, zero)
         for j in tl.static_range(C * halves):
             c = accumulate(steps[tile * C * halves + j], xs, j * (16 // halves), c, FP4)
-        sums = sums + c
+        sums = sums + c  # type: ignore[assignment]
     return sums
 
 

@@ -203,11 +203,33 @@ def _partial_logits(x, gate, logits, first, expert, split, T, E: tl.constexpr, D
 
 
 @triton.jit
-def _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights, first,
-                 T, scaling, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def _given(ids, seq, slots, table, first, T, K: tl.constexpr, KP: tl.constexpr,
+           ROWS: tl.constexpr, HASHED: tl.constexpr):  # fmt: skip
+    """What is known of ROWS rows before their logits: slots, and the experts of a hash layer."""
+    row = first + tl.arange(0, ROWS)
+    slot = tl.load(slots + tl.load(seq + row, mask=row < T, other=0), mask=row < T, other=0)
+    chosen = tl.full((ROWS, KP), -1, tl.int32)
+    if HASHED:
+        place = tl.arange(0, KP)[None, :]
+        token = tl.load(ids + row, mask=row < T, other=0)[:, None]
+        mask = (row < T)[:, None] & (place < K)
+        chosen = tl.load(table + token * K + place, mask=mask, other=-1).to(tl.int32)
+    return slot, chosen
+
+
+@triton.jit
+def _better(v0, s0, i0, v1, s1, i1):
+    """Of two (value, score, expert) the one with the larger value, then the lower expert."""
+    first = (v0 > v1) | ((v0 == v1) & (i0 < i1))
+    return tl.where(first, v0, v1), tl.where(first, s0, s1), tl.where(first, i0, i1)
+
+
+@triton.jit
+def _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights, first, T,
+                 scaling, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                  SPLITS: tl.constexpr, ROWS: tl.constexpr, HASHED: tl.constexpr,
                  IMAGES: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
-    """Experts and weights of ROWS rows, from all parts of their logits."""
+    """Experts and weights of ROWS rows, from all parts of their logits; gives the experts."""
     row = first + tl.arange(0, ROWS)
     real = row < T
     column = tl.arange(0, EP)
@@ -223,12 +245,13 @@ def _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, expert
         scores = shifted / tl.sum(shifted, axis=1)[:, None]
     else:
         scores = tl.where(mask, _score(total), 0.0)
-    slot = tl.load(slots + tl.load(seq + row, mask=real, other=0), mask=real, other=0)
-    place = tl.arange(0, KP)
-    chosen = tl.full((ROWS, KP), -1, tl.int32)
+    place = tl.arange(0, KP)[None, :]
     taken = tl.zeros((ROWS, KP), tl.float32)
     if HASHED:
-        token = tl.load(ids + row, mask=real, other=0)
+        for i in tl.static_range(K):
+            best = tl.sum(tl.where(place == i, chosen, 0), axis=1)
+            score = tl.sum(tl.where(column[None, :] == best[:, None], scores, 0.0), axis=1)
+            taken = tl.where(place == i, score[:, None], taken)
     else:
         moved = total if SOFTMAX else scores
         if not SOFTMAX:
@@ -238,21 +261,58 @@ def _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, expert
             is_image = tl.load(image + row, mask=real, other=0) != 0
             moved = tl.where(is_image[:, None], other, moved)
         moved = tl.where((column < E)[None, :], moved, float("-inf"))
-    for i in tl.static_range(K):
-        if HASHED:
-            best = tl.load(table + token * K + i, mask=real, other=0).to(tl.int32)
-        else:
-            best = tl.argmax(moved, axis=1, tie_break_left=True)
-            moved = tl.where(column[None, :] == best[:, None], float("-inf"), moved)
-        score = tl.sum(tl.where(column[None, :] == best[:, None], scores, 0.0), axis=1)
-        chosen = tl.where(place[None, :] == i, best[:, None], chosen)
-        taken = tl.where(place[None, :] == i, score[:, None], taken)
+        number = tl.broadcast_to(column[None, :], (ROWS, EP))
+        for i in tl.static_range(K):
+            value, score, best = tl.reduce((moved, scores, number), 1, _better)
+            moved = tl.where(number == best[:, None], float("-inf"), moved)
+            chosen = tl.where(place == i, best[:, None], chosen)
+            taken = tl.where(place == i, score[:, None], taken)
     weight = tl.div_rn(taken, tl.broadcast_to(tl.sum(taken, axis=1)[:, None] + 1e-20, (ROWS, KP)))
     live = (slot != 0)[:, None]
-    out = row[:, None] * K + place[None, :]
-    inside = real[:, None] & (place < K)[None, :]
-    tl.store(experts + out, tl.where(live, chosen, -1), mask=inside)
+    out = row[:, None] * K + place
+    inside = real[:, None] & (place < K)
+    chosen = tl.where(live, chosen, -1)
+    tl.store(experts + out, chosen, mask=inside)
     tl.store(weights + out, tl.where(live, weight * scaling, 0.0), mask=inside)
+    return chosen
+
+
+@triton.jit
+def _store_tiles(tiles, num_tiles, opens, tile, expert, begin, pairs, index, most):
+    """Store the tiles that `opens` marks, and that there are no others."""
+    used = tl.sum(opens.to(tl.int32), 0)
+    tl.store(num_tiles, used)
+    unused = (index >= used) & (index < most)
+    tl.store(tiles + index * 3, -1, mask=unused)
+    tl.store(tiles + index * 3 + 1, 0, mask=unused)
+    tl.store(tiles + index * 3 + 2, 0, mask=unused)
+    tl.store(tiles + tile * 3, expert, mask=opens)
+    tl.store(tiles + tile * 3 + 1, begin, mask=opens)
+    tl.store(tiles + tile * 3 + 2, pairs, mask=opens)
+
+
+@triton.jit
+def _group_few(chosen, order, tiles, num_tiles, T, most, E: tl.constexpr, K: tl.constexpr,
+               TILE: tl.constexpr):  # fmt: skip
+    """Group the experts [ROWS, KP] of up to eight rows: every pair counts those before it."""
+    KP: tl.constexpr = chosen.shape[1]
+    P: tl.constexpr = chosen.shape[0] * KP
+    i = tl.arange(0, P)
+    valid = (i % KP < K) & (i // KP < T)
+    pair = i // KP * K + i % KP
+    expert = tl.reshape(chosen, (P,))
+    expert = tl.where(valid, tl.where(expert < 0, E, expert), E + 1)  # padding late, absent last
+    key = expert * P + i
+    before = key[None, :] < key[:, None]
+    same = expert[None, :] == expert[:, None]
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    among = tl.sum((before & same).to(tl.int32), axis=1)
+    fellows = tl.sum(same.to(tl.int32), axis=1)
+    opens = (expert < E) & (among % TILE == 0)
+    tile = tl.sum((before & opens[None, :]).to(tl.int32), axis=1)
+    tl.store(order + rank, pair, mask=valid)
+    _store_tiles(tiles, num_tiles, opens, tile, expert, rank, tl.minimum(fellows - among, TILE), i,
+                 most)  # fmt: skip
 
 
 @triton.jit
@@ -285,15 +345,7 @@ def _group(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constex
     end = tl.associative_scan(last, 0, _smaller, reverse=True) + 1
     opens = (own < E) & ((i - begin) % TILE == 0)
     tile = tl.cumsum(opens.to(tl.int32), 0) - 1
-    tl.store(num_tiles, tl.sum(opens.to(tl.int32), 0))
-    unused = i < most  # cleared first, then overwritten by the same program
-    tl.store(tiles + i * 3, -1, mask=unused)
-    tl.store(tiles + i * 3 + 1, 0, mask=unused)
-    tl.store(tiles + i * 3 + 2, 0, mask=unused)
-    tl.debug_barrier()
-    tl.store(tiles + tile * 3, own, mask=opens)
-    tl.store(tiles + tile * 3 + 1, i, mask=opens)
-    tl.store(tiles + tile * 3 + 2, tl.minimum(end - i, TILE), mask=opens)
+    _store_tiles(tiles, num_tiles, opens, tile, own, i, tl.minimum(end - i, TILE), i, most)
 
 
 @triton.jit
@@ -318,14 +370,16 @@ def _router_kernel(x, gate, logits, counter, bias, image, image_bias, table, ids
                    HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
                    WHOLE: tl.constexpr):  # fmt: skip
     """Parts of the logits; WHOLE (up to ROWS rows): the last program does all the rest."""
+    if WHOLE:  # read by all, since the last one would have to wait for it
+        slot, chosen = _given(ids, seq, slots, table, 0, T, K, KP, ROWS, HASHED)
     _partial_logits(x, gate, logits, tl.program_id(1) * BT, tl.program_id(0) * BE,
                     tl.program_id(2), T, E, D, SPLITS, BT, BE, BK)  # fmt: skip
     if WHOLE:  # noqa: SIM102 - one of the two is known to the compiler
         if _is_last(counter, tl.num_programs(0) * tl.num_programs(2)):
-            _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights,
-                         0, T, scaling, E, EP, K, KP, SPLITS, ROWS, HASHED, IMAGES, SOFTMAX)  # fmt: skip
-            tl.debug_barrier()
-            _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
+            chosen = _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights,
+                                  0, T, scaling, E, EP, K, KP, SPLITS, ROWS, HASHED, IMAGES,
+                                  SOFTMAX)  # fmt: skip
+            _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
 
 
 @triton.jit(do_not_specialize=["T", "most"])
@@ -336,9 +390,10 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
                    HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
                    GROUPED: tl.constexpr):  # fmt: skip
     """Choose for ROWS rows; GROUPED: the last program sorts the pairs."""
-    _choose_rows(logits, bias, image, image_bias, table, ids, seq, slots, experts, weights,
-                 tl.program_id(0) * ROWS, T, scaling, E, EP, K, KP, SPLITS, ROWS, HASHED,
-                 IMAGES, SOFTMAX)  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    slot, chosen = _given(ids, seq, slots, table, first, T, K, KP, ROWS, HASHED)
+    _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights, first, T,
+                 scaling, E, EP, K, KP, SPLITS, ROWS, HASHED, IMAGES, SOFTMAX)  # fmt: skip
     if GROUPED:  # noqa: SIM102
         if _is_last(counter, tl.num_programs(0)):
             _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
@@ -460,7 +515,7 @@ def route_triton(
         "K": k,
         "KP": triton.next_power_of_2(k),
         "SPLITS": splits,
-        "ROWS": _ROWS,
+        "ROWS": triton.next_power_of_2(count) if whole else _ROWS,
         "PAIRS": padded,
         "TILE": tile_pairs(count),
         "HASHED": table is not None,
