@@ -29,9 +29,9 @@ LAYERS = 6
 
 #: Cuts tried beside the one that ships, by rows of a decode pass, and for prefill.
 DECODE_TILES = {
-    1: [Tile(16, 64, 10, 8, 1), Tile(16, 64, 5, 8, 1)],
+    1: [Tile(16, 32, 20, 4, 1), Tile(16, 64, 10, 8, 1)],
     4: [Tile(16, 64, 10, 8, 1)],
-    16: [Tile(16, 64, 5, 8, 1), Tile(16, 64, 3, 8, 1), Tile(16, 32, 5, 4, 1)],
+    16: [Tile(16, 64, 5, 8, 1), Tile(16, 64, 3, 8, 1), Tile(64, 64, 5, 8, 1)],
     64: [Tile(32, 64, 2, 8, 1), Tile(64, 64, 3, 8, 1)],
 }
 PREFILL_TILES = [Tile(64, 32, 1, 8, 2)]

@@ -144,7 +144,7 @@ class Tile:
 
 #: Decode by rows of the pass, up to each: fewer programs per row where there are more rows.
 _DECODE = {
-    2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1),
+    2: Tile(heads=16, keys=32, splits=20, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
     16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
     32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
