@@ -46,14 +46,18 @@ def seen_by(
 
 def main() -> int:
     cases, todo = everything()
-    matrix = {name: seen_by(mutation, cases, todo) for name, mutation in BROKEN.items()}
+    matrix = {}
     clean = seen_by(None, cases, todo)
     missed = 0
     for name, mutation in BROKEN.items():
+        matrix[name] = seen_by(mutation, cases, todo)
         unseen = [slug for slug in mutation.catches if slug not in matrix[name]]
         missed += len(unseen)
         note = f"  NOT SEEN BY {', '.join(unseen)}" if unseen else ""
-        print(f"{name:34} {len(matrix[name]):3} checks: {', '.join(mutation.catches)}{note}")
+        print(
+            f"{name:34} {len(matrix[name]):3} checks: {', '.join(mutation.catches)}{note}",
+            flush=True,
+        )
     blind = [slug for slug in SLUGS if not any(slug in found for found in matrix.values())]
     unproven = [s for s in SLUGS if not any(s in m.catches for m in BROKEN.values())]
     print(f"\n{len(BROKEN)} broken servers, {len(SLUGS)} checks, {len(todo)} variants each")
