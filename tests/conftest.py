@@ -1,4 +1,4 @@
-"""Shared by all tests: hypothesis profiles and one torch thread per process."""
+"""Shared by all tests: hypothesis profiles, one torch thread per process, Triton's interpreter."""
 
 import os
 
@@ -8,6 +8,10 @@ from hypothesis import HealthCheck, settings
 
 # the suite runs beside other work on two cores; timing is nobody's assertion
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels run on the GPU where there is one, else in Triton's interpreter. Triton reads this when it
+# is imported, and the engine's modules import it, so it is set before any of them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile(
     "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
