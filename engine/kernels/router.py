@@ -263,7 +263,7 @@ def _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights
         moved = tl.where((column < E)[None, :], moved, float("-inf"))
         number = tl.broadcast_to(column[None, :], (ROWS, EP))
         for i in tl.static_range(K):
-            value, score, best = tl.reduce((moved, scores, number), 1, _better)
+            _, score, best = tl.reduce((moved, scores, number), 1, _better)
             moved = tl.where(number == best[:, None], float("-inf"), moved)
             chosen = tl.where(place == i, best[:, None], chosen)
             taken = tl.where(place == i, score[:, None], taken)
