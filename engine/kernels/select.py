@@ -92,26 +92,31 @@ def _order(score, valid):
 
 @triton.jit
 def _best(score, valid, k):
-    """The k best of a tile [N], ties to the lowest index.
+    """The k best of a tile [N], N <= 2 ** 15, ties to the lowest index.
 
-    A search, bit by bit from the top, for the highest threshold that k scores reach.
+    A search for the highest threshold that k scores reach. Each step parts what is left into
+    thirds: two counts come in one sum, and a sum over all warps is what takes the time.
 
     Returns:
         bool [N] which are chosen, int32 [N] how many are chosen before, and how many in all.
     """
     key = _order(score, valid)
     total = tl.sum(valid.to(tl.int32), 0)
-    upper = tl.sum((key >= 0).to(tl.int32), 0)
     few = total <= k
-    low = tl.where(few, -2147483647, tl.where(upper >= k, 0, -2147483648))
-    reach = tl.where(few, k, tl.where(upper >= k, upper, -1))
-    bit = 30
-    while (bit >= 0) & (reach != k):
-        probe = low + (1 << bit)
-        count = tl.sum((key >= probe).to(tl.int32), 0)
-        low = tl.where(count >= k, probe, low)
-        reach = tl.where(count >= k, count, reach)
-        bit -= 1
+    low = tl.where(few, -2147483647, -2147483648).to(tl.int64)
+    reach = tl.where(few, k, -1)
+    left = tl.full((), 1 << 32, tl.int64)  # the threshold lies in low .. low + left - 1
+    while (left > 1) & (reach != k):
+        step = (left + 2) // 3
+        one, two = low + step, tl.minimum(low + 2 * step, 2147483647)
+        counts = (key >= one.to(tl.int32)).to(tl.int32)
+        counts += (key >= two.to(tl.int32)).to(tl.int32) << 16
+        both = tl.sum(counts, 0)
+        first, second = both & 0xFFFF, both >> 16
+        low = tl.where(second >= k, two, tl.where(first >= k, one, low))
+        left = tl.where(second >= k, left - 2 * step, step)
+        reach = tl.where(second >= k, second, tl.where(first >= k, first, reach))
+    low = low.to(tl.int32)
     above, level = key > low, valid & (key == low)
     # Both running counts in one: neither reaches 2 ** 15.
     running = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
@@ -278,9 +283,26 @@ def _reaching(best, shown, probe, N: tl.constexpr):
 
 @triton.jit
 def _candidates(
-    best, groups, positions, kept, k, RATIO: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Program t: which groups are row t's candidates; the search of `_best`, over memory."""
+    best, groups, positions, kept, k, RATIO: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr
+):
+    """Program t: which of up to N groups are row t's candidates."""
+    row = tl.program_id(0).to(tl.int64)
+    shown = tl.cdiv((tl.load(positions + row) + 1) // RATIO, GROUP)
+    group = tl.arange(0, N)
+    if shown <= k:
+        chosen = group < shown
+    else:
+        score = tl.load(best + row * groups + group, mask=group < shown, other=0.0)
+        score = tl.where(group == shown - 1, float("inf"), score)  # the newest is always kept
+        chosen, _before, _total = _best(score, group < shown, k)
+    tl.store(kept + row * groups + group, chosen.to(tl.int8), mask=group < groups)
+
+
+@triton.jit
+def _many_candidates(
+    best, groups, positions, kept, k, RATIO: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr
+):
+    """As `_candidates` for more groups than registers hold: the search of `_best`, over memory."""
     row = tl.program_id(0).to(tl.int64)
     best += row * groups
     shown = tl.cdiv((tl.load(positions + row) + 1) // RATIO, GROUP)
@@ -344,10 +366,12 @@ def choose_triton(
                 candidates=candidates, candidate_group=candidate_group, build=builds,
             )  # fmt: skip
         if made is not None and best is not None:
-            _candidates[(len(best),)](
+            size = triton.next_power_of_2(best.shape[1])
+            kernel = _candidates if size <= MERGED else _many_candidates
+            kernel[(len(best),)](
                 best, best.shape[1], rows.positions[part], made[part].view(torch.int8),
-                candidate_topk, RATIO=ratio, GROUP=candidate_group,
-                N=min(2048, triton.next_power_of_2(best.shape[1])), num_warps=8,
+                candidate_topk, RATIO=ratio, GROUP=candidate_group, N=min(size, MERGED),
+                num_warps=_warps(min(size, MERGED), rows),
             )  # fmt: skip
         _choose(scores, places[part], rows, part, ratio, idle)
     return places, candidates if made is None else made

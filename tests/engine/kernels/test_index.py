@@ -167,10 +167,16 @@ def test_choice_is_exact_with_ties_to_the_lowest(spans, topk, form, segment, mon
         assert found == wanted + [-1] * (len(found) - len(wanted)), row
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
-@pytest.mark.parametrize("spans", PASSES)
-def test_candidates_are_the_references(spans, form):
-    """Groups kept equal reference.candidate_entries, and a reader chooses only among them."""
+@pytest.mark.parametrize(
+    ("spans", "form", "merged"),
+    [(s, f, 16384) for s in PASSES for f in ("torch", "triton")] + [("decode", "triton", 8)],
+)
+def test_candidates_are_the_references(spans, form, merged, monkeypatch):
+    """Groups kept equal reference.candidate_entries, and a reader chooses only among them.
+
+    With few groups in registers, and with more than those hold.
+    """
+    monkeypatch.setattr(select, "MERGED", merged)
     group, kept, topk, ratio = 4, 5, 6, 1
     rows, _ = make(PASSES[spans], BLOCK, blocks=BLOCKS)
     q, w, keys = small_integers(rows, ratio)
