@@ -10,7 +10,7 @@ that the L2 cache does not flatter. Each part is first compared with its torch t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -36,9 +36,9 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def timed(calls: list[Callable[[], object]], repeats: int = 9) -> float:
+def timed(calls: Sequence[Callable[[], object]], repeats: int = 9) -> float:
     """Microseconds per call; small calls are made often enough that a replay's start is hidden."""
-    return replayed_us(calls * -(-12 // len(calls)), repeats)
+    return replayed_us(list(calls) * -(-12 // len(calls)), repeats)
 
 
 def rope(rows: Rows) -> Tensor:
