@@ -138,9 +138,8 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     tokens, keys = rows.num_rows, keys_read(one)
     moved = 2 * (keys * DIM + 2 * tokens * HEADS * DIM)
     products = keys * HEADS * DIM * 4
-    ratio, choice = one.keywords["ratio"], one.args[4]
-    most = TOPK if choice is not None else rows.max_end // ratio if ratio else 0
-    shipped = tile_for(rows, HEADS, WINDOW + most, torch.bfloat16)
+    only = None if one.keywords["ratio"] else WINDOW
+    shipped = tile_for(tokens, HEADS, only, torch.bfloat16)
     want = attend_torch(*one.args, **one.keywords)
     for tile in dict.fromkeys([shipped, *tiles]):
         got = attend_triton(*one.args, **one.keywords, tile=tile)

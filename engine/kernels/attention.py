@@ -142,37 +142,37 @@ class Tile:
     ahead: int
 
 
-#: Decode by rows of the pass, up to each: fewer programs per row where there are more rows.
-_DECODE = {
+#: By rows of the pass, up to each: fewer programs per row where there are more rows.
+_FEW_ROWS = {
     2: Tile(heads=16, keys=32, splits=20, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
     16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
     32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
     128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
 }
-_PREFILL = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
+_MANY_ROWS = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
 #: Without narrow tensor cores.
 _FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
 
 #: Rows of a launch: bounds the lists of their keys.
 _LAUNCH = 4096
+#: Width of choices up to this one: short prompts need no compilation of their own.
+_LEAST_CHOICE = 512
 
 
-def tile_for(rows: Rows, heads: int, keys: int, dtype: torch.dtype) -> Tile:
-    """Choose the cut from host numbers.
+def tile_for(rows: int, heads: int, window: int | None, dtype: torch.dtype) -> Tile:
+    """Choose the cut, from what is the same for all passes of a size.
 
     Args:
-        rows: the pass.
+        rows: of the pass.
         heads: of the layer.
-        keys: most keys of a row.
+        window: most keys of a row in a layer without entries; None with entries.
         dtype: of the queries.
     """
-    tile = _PREFILL
-    if rows.is_decode:
-        tile = next((t for most, t in _DECODE.items() if rows.num_rows <= most), _PREFILL)
+    tile = next((tile for most, tile in _FEW_ROWS.items() if rows <= most), _MANY_ROWS)
     if dtype == torch.float32:
         tile = _FLOAT32
-    splits = min(tile.splits, -(-keys // tile.keys))
+    splits = tile.splits if window is None else min(tile.splits, -(-window // tile.keys))
     most = 1 << max(heads - 1, 15).bit_length()
     return Tile(min(tile.heads, most), tile.keys, splits, tile.warps, tile.ahead)
 
@@ -226,7 +226,7 @@ def attend_triton(
     if entries is not None:
         most = topk if choice is not None else rows.max_end // ratio
     if tile is None:
-        tile = tile_for(rows, heads, window + most, q.dtype)
+        tile = tile_for(tokens, heads, window if entries is None else None, q.dtype)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
     chosen = rows.tables if choice is None else choice
@@ -235,7 +235,6 @@ def attend_triton(
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     keys = -(-(window + most) // tile.keys) * tile.keys
-    share = -(-keys // tile.splits)
     lists = torch.empty(min(tokens, _LAUNCH), keys, dtype=torch.int64, device=q.device)
     k_rows = k_rows.to(ring.dtype)
     for row in range(0, tokens, _LAUNCH):
@@ -270,14 +269,14 @@ def attend_triton(
             RATIO=max(ratio, 1),
             PER_BLOCK=per_block,
             HAS_ENTRIES=entries is not None,
-            CHOICE=0 if choice is None else 1 << (topk - 1).bit_length(),
+            CHOICE=0 if choice is None else max(1 << (topk - 1).bit_length(), _LEAST_CHOICE),
             HEAD_NORM=head_norm_eps is not None,
             HAS_FLOORS=rows.floors is not None,
             IS_DECODE=rows.is_decode,
             SPLITS=tile.splits,
             M=tile.heads,
             N=tile.keys,
-            LIST=min(1 << (share - 1).bit_length(), 1024),
+            LIST=1024 if tile.splits == 1 else 256,
             # The place of a key is loaded a tile before the key.
             STAGES=tile.ahead * (1 if tile.heads >= 64 else 2) + 1,
             num_warps=tile.warps,

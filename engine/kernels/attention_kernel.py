@@ -177,7 +177,17 @@ def attend_tile_device(queries, key, tile, last, scale, acc, top, total):
     return acc, peak, total * fade[:, None] + weights
 
 
-@triton.jit
+# What differs from pass to pass must not need another compilation.
+@triton.jit(
+    do_not_specialize=[
+        "k_rows_place",
+        "entries_place",
+        "row_0",
+        "topk",
+        "chosen_stride",
+        "list_stride",
+    ]
+)
 def attend_kernel(
     q,
     ring,
