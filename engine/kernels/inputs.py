@@ -21,7 +21,7 @@ from engine.kernels.index import (
 from engine.kernels.roundtrip import Form, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
-from engine.kernels.window import _window_keys, window_keys_torch, window_keys_triton
+from engine.kernels.window import window_keys_kernel, window_keys_torch, window_keys_triton
 
 # ---------------------------------------------------------------- torch
 
@@ -129,7 +129,7 @@ def _attention_inputs(
     """Program (t, role): row t's window key, a compressor's part, or some of its index queries."""
     t, role = tl.program_id(0), tl.program_id(1)
     if role == 0:
-        _window_keys(
+        window_keys_kernel(
             kv, kv_norm, rope, k_rows, ring, positions, slots, kv_stride, eps,
             W, D, PAIRS, WINDOW_FORM, True, STORE,
         )  # fmt: skip

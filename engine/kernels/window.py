@@ -92,7 +92,7 @@ def store_window_torch(
 
 
 @triton.jit
-def _window_keys(
+def window_keys_kernel(
     kv,
     norm_w,
     rope,
@@ -180,7 +180,7 @@ def window_keys_triton(
         _check_store(rows, ring)
     tokens, dim = kv.shape
     k_rows = torch.empty(tokens, dim, dtype=kv.dtype, device=kv.device)
-    _window_keys[(tokens,)](
+    window_keys_kernel[(tokens,)](
         kv,
         norm_w,
         rope,
