@@ -139,20 +139,19 @@ class Generations:
                                 pace.note(index, note)
                                 if tape is not None:
                                     tape.note(index, note)
-                        if delta.token_ids:
+                        if token_ids := delta.token_ids:
                             if completion_tokens:
                                 gap(now - last)
                             last = now
-                            completion_tokens += len(delta.token_ids)
+                            completion_tokens += len(token_ids)
                             logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs)
                             if tape is not None:
-                                tape.step(index, delta.token_ids, logprobs)
-                            if exchange.heavy(delta.token_ids):
-                                frames += await in_thread(
-                                    exchange.receive, delta.token_ids, logprobs
-                                )
+                                tape.step(index, token_ids, logprobs)
+                            if exchange.heavy(token_ids):
+                                made = await in_thread(exchange.receive, token_ids, logprobs)
                             else:
-                                frames += exchange.receive(delta.token_ids, logprobs)
+                                made = exchange.receive(token_ids, logprobs)
+                            frames = frames + made if frames else made
                         # finished without a reason of the backend's: a stop string, a last call
                         if reason is not None or exchange.finished:
                             finish = "length" if reason is FinishReason.LENGTH else "stop"

@@ -231,10 +231,10 @@ class Exchange:
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
+        if self._mark not in token_ids and self._mark not in self._gathered:
+            return len(token_ids) > LONG_STEP
         if len(token_ids) > LONG_STEP:
             return True
-        if self._mark not in token_ids and self._mark not in self._gathered:
-            return False
         assert isinstance(self._pipeline, Pipeline)
         return self._pipeline.gate.heavy  # a call may end, which is then judged
 

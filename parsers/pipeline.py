@@ -7,7 +7,7 @@ string that streams goes there escaped, both past the parser and the queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,10 @@ class Pipeline:
         self.gate = ToolGate(
             tools, policy, self._stitch, reasoning=reasoning, choice=choice, wanted=wanted
         )
+        self._watched = vocabulary.watched
+        self._flow: Callable[[str], str] | None = None
+        self._idle = False
+        self._look()
 
     @property
     def report(self) -> Report:
@@ -86,17 +90,16 @@ class Pipeline:
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> list[str]:
         """Take generated ids (no stop token among them); return the chunks' JSON."""
-        gate, parser, stitch = self.gate, self._parser, self._stitch
-        if stitch.empty and self._vocabulary.watched.isdisjoint(token_ids):
-            if parser.in_value:
-                if (flow := gate.flow) is not None:
-                    text = flow(self._vocabulary.text(token_ids))
-                    return self._wire.text(text) if text else []
-            elif parser.idle and gate.open:
-                parser.skip()
-                if not gate.spoke and not gate.reasoning:
-                    gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
-                return self._wire.tokens(token_ids, logprobs)
+        gate = self.gate
+        if (self._flow is not None or self._idle) and self._watched.isdisjoint(token_ids):
+            if self._flow is not None:
+                text = self._flow(self._vocabulary.text(token_ids))
+                return self._wire.text(text) if text else []
+            self._parser.skip()
+            if not gate.spoke and not gate.reasoning:
+                gate.spoke = not self._vocabulary.blank.issuperset(token_ids)
+            return self._wire.tokens(token_ids, logprobs)
+        parser, stitch = self._parser, self._stitch
         text = ""
         for token_id, logprob in zip(token_ids, logprobs or repeat(None), strict=False):
             piece = self._detokenizer.push(token_id)
@@ -105,7 +108,15 @@ class Pipeline:
         for event in parser.feed(text):
             gate.handle(event)
         self.error, self.satisfied = gate.error, gate.satisfied
-        return stitch.flush()
+        chunks = stitch.flush()
+        self._look()
+        return chunks
+
+    def _look(self) -> None:
+        """See which short cut is open: it stays so until an id is watched."""
+        empty = self._stitch.empty
+        self._flow = self.gate.flow if empty and self._parser.in_value else None
+        self._idle = empty and self._parser.idle and self.gate.open
 
     def close(self, finish: Finish) -> list[str]:
         """End the output; return the chunks of what was held.

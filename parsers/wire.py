@@ -75,6 +75,7 @@ class Wire:
         self._reasoning_ids: list[int] = []
         self._processor = processor
         self._chunks = chunks
+        self._of_text, self._of_tokens = chunks.chunk.text, chunks.chunk.tokens
         self._vocabulary = vocabulary
         self._response = response
         self._id = request_id
@@ -102,7 +103,7 @@ class Wire:
         if self._thought is not None:
             self._keep(token_ids)
         if len(token_ids) == 1:
-            return self._push(self._chunks.chunk.tokens(token_ids, logprobs))
+            return self._push(self._of_tokens(token_ids, logprobs))
         return self._tokens(token_ids, logprobs)
 
     def _tokens(
@@ -112,7 +113,7 @@ class Wire:
         while end and self._vocabulary.text_of(token_ids[end - 1]) is None:
             end -= 1
         if end in (0, len(token_ids)) and len(token_ids) - end < 2:
-            return self._push(self._chunks.chunk.tokens(token_ids, logprobs))
+            return self._push(self._of_tokens(token_ids, logprobs))
         out = self._tokens(token_ids[:end], logprobs and logprobs[:end]) if end else []
         for i in range(end, len(token_ids)):
             if not self.finished:
@@ -121,7 +122,7 @@ class Wire:
 
     def text(self, text: str, count: int = 0) -> list[str]:
         """Push text, in which spelled markers act as markers; it counts as ``count`` tokens."""
-        out = self._push(self._chunks.chunk.text(text, count))
+        out = self._push(self._of_text(text, count))
         if self._keeps and not self._whole:
             for chunk in out:
                 if "call_" in chunk:

@@ -59,14 +59,7 @@ def the_long_way(exchange: Exchange) -> Exchange:
     pipeline = exchange._pipeline
     assert isinstance(pipeline, Pipeline)
 
-    class Watchful:
-        watched = frozenset(range(200_000))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(vocabulary, name)
-
-    vocabulary = pipeline._vocabulary
-    pipeline._vocabulary = Watchful()  # type: ignore[assignment]
+    pipeline._watched = frozenset(range(200_000))
     return exchange
 
 
