@@ -13,6 +13,8 @@ from engine.kernels.triton_compat import tl, triton
 
 #: What stands for a token where nothing could be drawn.
 UNUSABLE = -1
+#: Rows that one program takes; more are taken by a wider one.
+MOST_ROWS = 64
 
 # ---------------------------------------------------------------- torch
 
@@ -51,7 +53,7 @@ def feed_torch(
 # ---------------------------------------------------------------- triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stride"])
 def _feed(
     drawn,
     usable,
@@ -105,7 +107,7 @@ def feed_triton(
         half,
         count,
         results.stride(0),
-        ROWS=triton.next_power_of_2(count),
+        ROWS=max(MOST_ROWS, triton.next_power_of_2(count)),  # so one compilation serves all
         NOTHING=UNUSABLE,
         num_warps=1,
     )
