@@ -26,7 +26,7 @@ LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
 #: Layouts of both launches that were not chosen.
-OTHERS = [(Layout(8, 2, 128), Layout(8, 1, 255)), (Layout(8, 1, 255), Layout(16, 1, 128))]
+OTHERS = [(Layout(8, 1, 255), Layout(16, 1, 128))]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -157,16 +157,14 @@ def main() -> None:
     layer = Layer("v4-flash")
     used = [(Layout.of(4096), Layout.of(2048))]
     for rows in (1, 64):
-        decode(layer, "v4-flash", rows, used)
-    prefill(layer, "v4-flash", 8192)
+        decode(layer, "v4-flash", rows, used + OTHERS)
+    for rows in (8192, 1024):
+        prefill(layer, "v4-flash", rows)
     for rows in (1, 64, 8192):
         routes(rows)
     if not quick:
-        for rows in (1, 64):
-            decode(layer, "v4-flash", rows, OTHERS)
         for rows in (4, 16):
             decode(layer, "v4-flash", rows, used)
-        prefill(layer, "v4-flash", 1024)
         del layer
         layer = Layer("v41")
         for rows in (1, 64):
