@@ -22,7 +22,7 @@ from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import load_fast_model
 from engine.options import DECODE_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
-from engine.plan.replay import Replay
+from engine.plan.replay import Replay, tail_of, tail_problems
 from engine.resolve import Facts, Resolved, resolve
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,8 @@ def _fast(
         gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     has_triton = importlib.util.find_spec("triton") is not None
     check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
-    replay = Replay(None, options.prefill, ("the fast runner processes prompts by every layer",))
+    tail = tail_of(config)
+    replay = Replay(tail, options.prefill, tuple(tail_problems(config)))
     assert options.max_model_len is not None
     begin = time.perf_counter()
     model = load_fast_model(
@@ -214,6 +215,7 @@ def _fast(
         max_num_seqs=options.max_num_seqs,
         captures=bool(options.graphs),
         looks_ahead=options.lookahead,
+        tail=tail,
     )
     if options.kernels == "triton":
         runner.warm_up(options.resolve_max_batched_tokens())

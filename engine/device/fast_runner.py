@@ -40,6 +40,7 @@ from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.options import DECODE_BUCKETS, buckets_up_to
+from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
 
 #: Rows of prompts that are processed before the first request: one for each class of shapes.
@@ -84,6 +85,7 @@ class FastRunner:
         captures: whether decode steps become CUDA graphs; they are called otherwise.
         looks_ahead: whether to launch decode steps ahead.
         buckets: row counts to capture.
+        tail: late layers that may process fewer rows of a prompt; None where there are none.
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
@@ -100,12 +102,14 @@ class FastRunner:
         captures: bool = False,
         looks_ahead: bool = True,
         buckets: Sequence[int] = DECODE_BUCKETS,
+        tail: Tail | None = None,
     ) -> None:
         self.looks_ahead = looks_ahead
         self.policy = SlicePolicy()
         self._model = model
         self._pool = pool
         self._device = device
+        self._tail = tail
         self._feed = feed_triton if model.ops.name == "triton" else feed_torch
         buckets = buckets_up_to(max_num_seqs, buckets)
         self._buffers = DecodeBuffers(
@@ -364,7 +368,7 @@ class FastRunner:
         return done
 
     def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:
-        return PromptPass.begin(self._model, self._pool, chunks, self._device)
+        return PromptPass.begin(self._model, self._pool, chunks, self._device, self._tail)
 
     # ------------------------------------------------------------ faults
 

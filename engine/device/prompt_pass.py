@@ -12,10 +12,11 @@ from torch import Tensor
 from engine.api import TokenLogprob
 from engine.config import ModelConfig
 from engine.device.kvpool import KVPool
-from engine.device.rows import build_rows
+from engine.device.rows import build_narrowings, build_rows
 from engine.device.sampler import Draw, Sample, logprobs_of, sample
 from engine.kernels.ops import Ops
-from engine.kernels.rows import Rows
+from engine.kernels.rows import Narrowing, Rows
+from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk
 
 #: Rows whose logits are held at once to score prompt tokens: a vocabulary is wide.
@@ -32,7 +33,12 @@ class StepModel(Protocol):
         """Give float32 logits [T, V] of one row a sequence; capturable."""
 
     def prefill(
-        self, rows: Rows, pool: KVPool, logit_rows: Tensor, scored: Sequence[Tensor] = ()
+        self,
+        rows: Rows,
+        pool: KVPool,
+        logit_rows: Tensor,
+        scored: Sequence[Tensor] = (),
+        narrowings: Sequence[Narrowing] = (),
     ) -> Iterator[Tensor | None]:
         """Process chunks; yields None between layers, then logits [L, V] and those of each part."""
 
@@ -57,13 +63,31 @@ class PromptPass:
 
     @classmethod
     def begin(
-        cls, model: StepModel, pool: KVPool, chunks: Sequence[Chunk], device: torch.device
+        cls,
+        model: StepModel,
+        pool: KVPool,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        tail: Tail | None = None,
     ) -> PromptPass:
-        """Lay the chunks out; nothing is launched yet."""
+        """Lay the chunks out; nothing is launched yet.
+
+        Args:
+            model: what runs.
+            pool: memory of the requests.
+            chunks: of the pass.
+            device: where it runs.
+            tail: of the model; None where every layer processes every row.
+        """
         rows, wanted = build_rows(chunks, block_size=pool.block_size, device=device)
-        parts = [part for part, _, _ in _parts(chunks)]
+        firsts = [chunk.start for chunk in chunks]
+        narrowings: tuple[Narrowing, ...] = ()
+        if plan := stages(tail, chunks):
+            narrowings, wanted = build_narrowings(rows, chunks, plan)
+            firsts = list(plan[-1].firsts)
+        parts = [part for part, _, _ in _parts(chunks, firsts)]
         scored = [torch.tensor(part, dtype=torch.int64).to(device) for part in parts]
-        layers = model.prefill(rows, pool, wanted, scored)
+        layers = model.prefill(rows, pool, wanted, scored, narrowings)
         return cls(tuple(chunks), layers, rows.num_rows)
 
     def advance(self, count: int | None) -> bool:
@@ -100,7 +124,7 @@ class PromptPass:
 
     def _score(self) -> None:
         """Take the logits of scored rows, one part after the other."""
-        for _, chunk, first in _parts(self.chunks):
+        for _, chunk, first in _parts(self.chunks, [chunk.start for chunk in self.chunks]):
             logits = next(self.layers)
             assert logits is not None
             targets = chunk.targets[first : first + SCORED_ROWS]
@@ -109,12 +133,19 @@ class PromptPass:
             scores.update(enumerate(found, chunk.scored_from + 1 + first))
 
 
-def _parts(chunks: Sequence[Chunk]) -> Iterator[tuple[list[int], Chunk, int]]:
-    """Rows of the pass whose next token is scored, the chunk, and the first of its targets."""
+def _parts(
+    chunks: Sequence[Chunk], firsts: Sequence[int]
+) -> Iterator[tuple[list[int], Chunk, int]]:
+    """Rows of the last layer whose next token is scored, the chunk, and the first of its targets.
+
+    Args:
+        chunks: of the pass.
+        firsts: first position of each that the last layer processes.
+    """
     row = 0
-    for chunk in chunks:
-        begin = row + chunk.scored_from - chunk.start
+    for chunk, kept in zip(chunks, firsts, strict=True):
+        begin = row + chunk.scored_from - kept
         for first in range(0, len(chunk.targets), SCORED_ROWS):
             last = min(first + SCORED_ROWS, len(chunk.targets))
             yield list(range(begin + first, begin + last)), chunk, first
-        row += len(chunk.token_ids)
+        row += chunk.end - kept
