@@ -16,7 +16,7 @@ Where keys lie:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -150,6 +150,8 @@ _FEW_ROWS = {
     32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
     128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
 }
+#: The same where all keys are those of a window: too few to be worth parts that must be combined.
+_FEW_ROWS_WINDOW = {32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=1)}
 _MANY_ROWS = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
 #: Without narrow tensor cores.
 _FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
@@ -160,21 +162,21 @@ _LAUNCH = 4096
 _LEAST_CHOICE = 512
 
 
-def tile_for(rows: int, heads: int, window: int | None, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, heads: int, has_entries: bool, dtype: torch.dtype) -> Tile:
     """Choose the cut, from what is the same for all passes of a size.
 
     Args:
         rows: of the pass.
         heads: of the layer.
-        window: most keys of a row in a layer without entries; None with entries.
+        has_entries: whether rows attend entries besides their window.
         dtype: of the queries.
     """
-    tile = next((tile for most, tile in _FEW_ROWS.items() if rows <= most), _MANY_ROWS)
+    few = _FEW_ROWS if has_entries else _FEW_ROWS_WINDOW
+    tile = next((tile for most, tile in few.items() if rows <= most), _MANY_ROWS)
     if dtype == torch.float32:
         tile = _FLOAT32
-    splits = tile.splits if window is None else min(tile.splits, -(-window // tile.keys))
     most = 1 << max(heads - 1, 15).bit_length()
-    return Tile(min(tile.heads, most), tile.keys, splits, tile.warps, tile.ahead)
+    return replace(tile, heads=min(tile.heads, most))
 
 
 def attend_triton(
@@ -226,7 +228,7 @@ def attend_triton(
     if entries is not None:
         most = topk if choice is not None else rows.max_end // ratio
     if tile is None:
-        tile = tile_for(tokens, heads, window if entries is None else None, q.dtype)
+        tile = tile_for(tokens, heads, entries is not None, q.dtype)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
     chosen = rows.tables if choice is None else choice

@@ -238,7 +238,6 @@ def attend_kernel(
     the choice, CHOICE topk's next power of two; or the block tables, CHOICE 0, to attend all.
     """
     await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = row_0 + tl.program_id(0)
     head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
@@ -310,6 +309,7 @@ def attend_kernel(
                 queries, key, tile, last_key, scale, acc, top, total
             )
 
+    begin_next(OVERLAP)
     sum_of_weights = tl.sum(total, axis=1)
     if SPLITS == 1:
         store_output_device(
@@ -338,7 +338,6 @@ def combine_kernel(
 ):
     """Program (row, head): the parts of attend_kernel, weighted, divided and rotated back."""
     await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     position = tl.load(positions + row)
@@ -349,6 +348,7 @@ def combine_kernel(
     total = tl.load(sums + at * 2 + 1, mask=real, other=0.0)
     column = tl.arange(0, D)[None, :]
     part = tl.load(parts + at[:, None] * D + column, mask=real[:, None], other=0.0)
+    begin_next(OVERLAP)
     weight = tl.exp2(top - tl.max(top, axis=0))
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     target = o + row.to(tl.int64) * (H * D)
