@@ -307,8 +307,19 @@ def test_module_runs_without_torch() -> None:
     subprocess.run([sys.executable, "-m", "conformance", "list"], check=True, capture_output=True)
 
 
-def test_pytest_plugin_runs_variants(base_url: str, tmp_path: Path) -> None:
-    """The plugin makes a test of each variant."""
+@pytest.mark.parametrize(
+    ("more", "pick", "passed"),
+    [
+        ([], "call/one and whole", 4),
+        (["--conform-tier", "parse"], "parse/one", 2),
+        (["--conform-tier", "live", "--conform-protocol", "messages"], "live/plain", 4),
+        (["--conform-profile", "full"], "choices/two", 6),
+    ],
+)
+def test_pytest_plugin_runs_variants(
+    base_url: str, tmp_path: Path, more: list[str], pick: str, passed: int
+) -> None:
+    """The plugin makes a test of each variant of the tiers, profile and protocols asked for."""
     done = subprocess.run(
         [
             sys.executable,
@@ -327,8 +338,9 @@ def test_pytest_plugin_runs_variants(base_url: str, tmp_path: Path) -> None:
             "/dev/null",
             "--rootdir",
             ".",
+            *more,
             "-k",
-            "call/one and whole",
+            pick,
             str(tmp_path),
         ],
         capture_output=True,
@@ -337,4 +349,4 @@ def test_pytest_plugin_runs_variants(base_url: str, tmp_path: Path) -> None:
         check=False,
     )
 
-    assert "passed" in done.stdout, done.stdout + done.stderr
+    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
