@@ -1,10 +1,9 @@
-"""Attention of one pass over window keys and compressed entries (model.md 2.4), and for decode.
+"""Attention of one pass over window keys and compressed entries (model.md 2.4).
 
-Every row's H heads attend one set of keys, which are the values too: the last W positions (of
-those from its sequence's floor on), and
-compressed entries, either those of a choice or all that are visible. A sink per head takes
-probability and gives no value. Queries come raw from their projection: head norm (V4) and rotation
-happen here, and the outputs are rotated back.
+Every row's H heads attend one set of keys, which are the values too: the last W positions, as far
+as its sequence's floor allows, and compressed entries, either those of a choice or all that are
+visible. A sink per head takes probability and gives no value. Queries come raw from their
+projection: head norm (V4) and rotation happen here, and the outputs are rotated back.
 
 Where keys lie:
 
