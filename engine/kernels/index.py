@@ -121,7 +121,7 @@ def scores_torch(
 
 #: Passes of at most so many rows a sequence are scored row by row (decode, verification).
 SHORT = 8
-#: Heads of a program that rotates queries.
+#: Heads of a program that rotates queries of few rows.
 HEADS = 16
 #: Entries and warps of a program that scores rows one by one, and how many programs there are at
 #: most; more tiles of entries are visited in turn.
@@ -188,48 +188,45 @@ def index_keys_from_latent_triton(
 
 @triton.jit
 def index_queries_device(
-    q, q_stride, rope, positions, signs, out, t, first_head,
-    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr,
+    q, q_stride, rope, positions, signs, out, first, count,
+    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of row t."""
-    head = first_head + tl.arange(0, HEADS)
-    at = head[:, None] * D + tl.arange(0, D)[None, :]
-    row = t.to(tl.int64)
-    x = tl.load(q + row * q_stride + at, mask=(head < H)[:, None], other=0.0)
-    position = tl.full((HEADS,), 0, tl.int32) + tl.load(positions + t)
+    """ROWS heads from `first` on, counted over all rows of the pass, of count heads in all."""
+    row = first + tl.arange(0, ROWS)
+    real = row < count
+    t = row // H
+    column = tl.arange(0, D)[None, :]
+    at = t.to(tl.int64) * q_stride + row % H * D
+    x = tl.load(q + at[:, None] + column, mask=real[:, None], other=0.0)
+    position = tl.load(positions + t, mask=real, other=0)
     turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
     stored = round_trip_device(turned, FORM, 0, signs)
-    tl.store(out + row * (H * D) + at, stored, mask=(head < H)[:, None])
+    tl.store(out + row.to(tl.int64)[:, None] * D + column, stored, mask=real[:, None])
 
 
 @triton.jit
 def _index_queries(
     q, q_stride, rope, positions, signs, out, count,
-    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): HEADS heads of TOKENS rows."""
-    for i in range(TOKENS):
-        t = tl.program_id(0) * TOKENS + i
-        if t < count:
-            index_queries_device(
-                q, q_stride, rope, positions, signs, out, t, tl.program_id(1) * HEADS,
-                H, D, PAIRS, FORM, HEADS,
-            )  # fmt: skip
+    """Program i: heads i * ROWS and after."""
+    index_queries_device(
+        q, q_stride, rope, positions, signs, out, tl.program_id(0) * ROWS, count,
+        H, D, PAIRS, FORM, ROWS,
+    )  # fmt: skip
 
 
 def index_queries_triton(
     q_raw: Tensor, rope: Tensor, rows: Rows, *, head_dim: int, form: Form
 ) -> Tensor:
     """Do as `index_queries_torch`; one launch."""
-    count, heads = q_raw.shape[0], q_raw.shape[1] // head_dim
-    out = q_raw.new_empty((count, heads, head_dim))
-    tokens = 1 if count <= 256 else 8  # a prompt's programs share what they prepare
-    _index_queries[(triton.cdiv(count, tokens), triton.cdiv(heads, HEADS))](
+    tokens, heads = q_raw.shape[0], q_raw.shape[1] // head_dim
+    out = q_raw.new_empty((tokens, heads, head_dim))
+    tile, warps = (HEADS, 4) if tokens * heads <= 1 << 14 else (4 * HEADS, 4)
+    _index_queries[(triton.cdiv(tokens * heads, tile),)](
         q_raw, q_raw.stride(0), rope, rows.positions,
-        signs_for(form, head_dim, q_raw.dtype, q_raw.device), out, count,
-        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, HEADS=HEADS, TOKENS=tokens,
-        num_warps=4,
+        signs_for(form, head_dim, q_raw.dtype, q_raw.device), out, tokens * heads,
+        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, ROWS=tile, num_warps=warps,
     )  # fmt: skip
     return out
 

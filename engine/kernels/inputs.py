@@ -152,21 +152,11 @@ def _attention_inputs(
     if H:
         part = role - 1 - A - B
         if part >= 0:
+            # The last program of a row may overlap the next row's first, and writes the same.
             index_queries_device(
-                q,
-                q_stride,
-                rope,
-                positions,
-                signs_q,
-                q_out,
-                t,
-                part * HEADS,
-                H,
-                D_Q,
-                PAIRS,
-                FORM_Q,
-                HEADS,
-            )
+                q, q_stride, rope, positions, signs_q, q_out, t * H + part * HEADS,
+                tl.num_programs(0) * H, H, D_Q, PAIRS, FORM_Q, HEADS,
+            )  # fmt: skip
 
 
 def _fields(c: CompressorInput | None) -> tuple[object, ...]:
