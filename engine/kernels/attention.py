@@ -145,8 +145,8 @@ class Tile:
 _FEW_ROWS = {
     2: Tile(heads=16, keys=32, splits=20, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
-    16: Tile(heads=16, keys=32, splits=4, warps=4, ahead=2),
-    32: Tile(heads=32, keys=32, splits=4, warps=8, ahead=2),
+    16: Tile(heads=16, keys=64, splits=3, warps=8, ahead=1),
+    32: Tile(heads=64, keys=64, splits=4, warps=8, ahead=1),
     128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
 }
 #: The same where all keys are those of a window: too few to be worth parts that must be combined.
