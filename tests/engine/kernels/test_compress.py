@@ -241,8 +241,10 @@ def test_planted_faults_are_seen(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["csa", "csa_index", "hca", "ratio2", "ratio1"])
-@pytest.mark.parametrize("spans", ["decode", "chunks"])
+@pytest.mark.parametrize(
+    ("kind", "spans"),
+    [(kind, "chunks") for kind in KINDS] + [("csa", "decode"), ("hca", "decode")],
+)
 def test_real_shapes(kind, spans, monkeypatch):
     """Kernels at the widths of V4-Flash, in bfloat16, equal the twin."""
     ratio, overlap, _, form = KINDS[kind]

@@ -284,8 +284,8 @@ def test_planted_faults_are_seen(monkeypatch):
     [
         ([Span(65535, 1), Span(2047, 1), Span(0, 1), Span(40000, 1)], 4, 64),
         ([Span(65535, 1), Span(9, 1)], 1, 32),
-        ([Span(0, 3000), Span(30000, 1500)], 4, 64),
-        ([Span(20000, 700)], 2, 32),
+        ([Span(0, 700), Span(30000, 400)], 4, 64),
+        ([Span(20000, 200)], 2, 32),
     ],
 )
 def test_real_shapes(spans, ratio, heads, monkeypatch):
