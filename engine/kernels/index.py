@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_for
@@ -135,8 +136,11 @@ def _index_keys(
     latent, wk, norm_w, eps, rope, positions, seq, tables, table_width, pool, count,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr,
     PAIRS: tl.constexpr, FORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program i: rows i * BM and after. WIDE is the latents' width, D the keys'."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     kind: tl.constexpr = pool.dtype.element_ty
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     real = row < count
@@ -183,6 +187,7 @@ def index_keys_from_latent_triton(
         rows.tables.shape[1], pool, count,
         RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=pool.shape[-1],
         PAIRS=rope.shape[2], FORM=form, BM=tile, BK=min(wide, 128), num_warps=4,
+        **overlapping(latent.device),
     )  # fmt: skip
 
 
@@ -246,9 +251,11 @@ def _scores_short(
     idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     HP: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-    BUILD: tl.constexpr,
+    BUILD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): every num_programs(0)-th tile of entries of row t; keys are the rows."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     t = tl.program_id(1)
     g = tl.load(seq + t)
     seen = (tl.load(positions + t) + 1) // RATIO
@@ -391,6 +398,7 @@ def scores_triton(
             q[part], head_w[part], keys, rows.positions[part], rows.seq[part], rows.tables,
             rows.tables.shape[1], None if mask is None else mask[part], groups, out, best, width,
             idle, **shared, HP=padded, BN=tile, num_warps=warps,
+            **overlapping(q.device),
         )  # fmt: skip
     else:
         bm, bn, warps, stages = LONG_TILE

@@ -18,6 +18,7 @@ from engine.kernels.index import (
     index_queries_torch,
     index_queries_triton,
 )
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.roundtrip import Form, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
@@ -125,8 +126,11 @@ def _attention_inputs(
     B: tl.constexpr, D_B: tl.constexpr, RING_B: tl.constexpr, FORM_B: tl.constexpr,
     APE_B: tl.constexpr,
     H: tl.constexpr, D_Q: tl.constexpr, FORM_Q: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, role): row t's window key, a compressor's part, or some of its index queries."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     t, role = tl.program_id(0), tl.program_id(1)
     if role == 0:
         window_keys_kernel(
@@ -221,7 +225,7 @@ def attention_inputs_triton(
         RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
         CHUNK=min(members, 8), LATENT=latent is not None, **_shape(a, "A"), **_shape(b, "B"),
         H=heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form, HEADS=HEADS,
-        num_warps=8 if members > 8 else 4,
+        num_warps=8 if members > 8 else 4, **overlapping(k_rows.device),
     )  # fmt: skip
     return k_rows, latent, q
 

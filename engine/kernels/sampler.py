@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.triton_compat import tl, triton
 
 WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -185,9 +186,11 @@ def _winner(values, ids):
 def _look(
     logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, sums, V,
     parts,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (c, b): tokens c * BLOCK and after of row b."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     c, b = tl.program_id(0), tl.program_id(1)
     ids = c * BLOCK + tl.arange(0, BLOCK)
     x = _logits(logits, mask, b, ids, V, HAS_MASK)
@@ -271,8 +274,11 @@ def _ahead(before, b, parts, PARTS: tl.constexpr):
 def _weigh(
     logits, temperature, top_p, mask, high, drawn, drawn_id, mass, before, sums, V, parts,
     ROUND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (c, b): what of chunk c comes before the winner that round ROUND found in row b."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     c, b = tl.program_id(0), tl.program_id(1)
     size = tl.num_programs(1) * parts
     heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
@@ -303,9 +309,11 @@ def _settle(
     logits, temperature, top_p, mask, forced, high, high_id, drawn, drawn_id, mass, before, sums,
     out, usable, V, parts,
     ROUNDS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_FORCED: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program b: the token of row b."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     b = tl.program_id(0)
     size = tl.num_programs(0) * parts
     heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
@@ -369,9 +377,7 @@ def sample_triton(
     sums = torch.empty((rows, vocab), dtype=wide, device=logits.device)  # used by nuclei only
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     usable = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    masked = {
-        "HAS_MASK": mask is not None,
-    }
+    masked = {"HAS_MASK": mask is not None, **overlapping(logits.device)}
     _look[(parts, rows)](
         logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, sums,
         vocab, parts, BLOCK=BLOCK, num_warps=4, **masked,

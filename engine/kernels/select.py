@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.index import SHORT, scores_torch, scores_triton
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import entry_places
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
@@ -182,9 +183,11 @@ def _select(
     scores, width, positions, seq, tables, table_width, places, part_score, part_entry, part_count,
     k, idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    SEGMENT: tl.constexpr, SMALL: tl.constexpr, WHOLE: tl.constexpr,
+    SEGMENT: tl.constexpr, SMALL: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t): segment s of the scores of row t."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     segment, segments = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     g = tl.load(seq + row)
@@ -215,8 +218,11 @@ def _select(
 def _select_all(
     positions, seq, tables, table_width, places,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: everything that row t sees, which is no more than K entries."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + row) + 1) // RATIO
     _write_all(places, row, seen, tables, table_width, tl.load(seq + row), K, KP, PER_BLOCK)
@@ -244,9 +250,11 @@ def _merge(
     part_score, part_entry, part_count, segments, positions, seq, tables, table_width, places, k,
     idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    SEGMENT: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr,
+    SEGMENT: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program t: row t, whose segments have chosen."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     g = tl.load(seq + row)
     seen = (tl.load(positions + row) + 1) // RATIO
@@ -384,7 +392,7 @@ def _choose(
     count, k = places.shape
     shared = {
         "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "K": k,
-        "KP": triton.next_power_of_2(k),
+        "KP": triton.next_power_of_2(k), **overlapping(places.device),
     }  # fmt: skip
     lookup = rows.positions[part], rows.seq[part], rows.tables, rows.tables.shape[1]
     if scores is None:
