@@ -6,6 +6,8 @@ the client in its protocol's shape. After the headers a failure is a frame, whic
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from starlette.responses import Response
 
 from gateway.call import Call
@@ -50,6 +52,7 @@ def shutting_down() -> ServerError:
     return ServerError("the server is shutting down", status=503, code="shutting_down")
 
 
+@lru_cache(1024)
 def protocol_of(path: str) -> Protocol:
     """Say whose error shape a path's callers read; unknown paths are answered in Chat's."""
     parts = path.split("/")

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache
 from secrets import token_hex
 
+from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +27,7 @@ from parsers import ClientError
 
 #: Paths that need no key: whoever watches over the server has none, and some clients look here first.
 OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz"})
+MOST_PATHS = 1024
 _API = re.compile(
     r"(?:/beta|/anthropic)?(?:/v1)?"
     r"(/(?:chat/completions|completions|responses|messages|models|tokenize)(?:/.*)?)",
@@ -32,6 +35,7 @@ _API = re.compile(
 )
 
 
+@lru_cache(MOST_PATHS)
 def canonical(path: str) -> str:
     """Bring the spellings of an API path to one: with or without /v1, under /beta or /anthropic."""
     found = _API.fullmatch(path)
@@ -68,6 +72,8 @@ class Front:
         self._metrics = metrics
         self._max_open = max_open_requests
         self._open = 0
+        self._counted: dict[tuple[str, str, int], Counter] = {}
+        metrics.open.set_function(lambda: self._open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call, or refuse it in its caller's shape.
@@ -140,7 +146,6 @@ class Front:
                 caller.leave()
             if counted:
                 self._open -= 1
-                self._metrics.open.dec()
 
     def _take_place(self) -> None:
         if self._open >= self._max_open:
@@ -151,7 +156,6 @@ class Front:
                 seconds=1,
             )
         self._open += 1
-        self._metrics.open.inc()
 
     def _refusal(self, call: Call, error: ClientError) -> Response:
         self._metrics.refused.labels(error.code).inc()
@@ -162,7 +166,11 @@ class Front:
         if "route" not in scope and route not in self._making:
             route = _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
-        self._metrics.requests.labels(route, method, str(call.status)).inc()
+        labels = (route, method, call.status)
+        if (counted := self._counted.get(labels)) is None:  # looking a child up costs as counting
+            counted = self._metrics.requests.labels(route, method, str(call.status))
+            self._counted[labels] = counted
+        counted.inc()
         if route in self._making:
             self._metrics.seconds.labels(route).observe(seconds)
         if route == _NO_ROUTE:
@@ -183,4 +191,6 @@ def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     no header and no log line can be forged with it.
     """
     given = header(headers, b"x-request-id")
+    if not given:
+        return token_hex(16)
     return given if re.fullmatch(r"[!-~]{1,128}", given) else token_hex(16)

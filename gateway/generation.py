@@ -113,7 +113,7 @@ class Generations:
         request = self._request(exchange, request_id, index, scripts, prefill, pace.call.salt)
         deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
         begun, cached, last, completion_tokens = False, 0, 0.0, 0
-        gap = self._metrics.gaps.add
+        gap, gathers = self._metrics.gaps.add, not exchange.stream
         try:
             while True:
                 finish: Literal["stop", "length"] | None = None
@@ -147,7 +147,11 @@ class Generations:
                             logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs)
                             if tape is not None:
                                 tape.step(index, token_ids, logprobs)
-                            if exchange.heavy(token_ids):
+                            if gathers and logprobs is None and exchange.gather(token_ids):
+                                if reason is None and not frames:
+                                    continue
+                                made = []
+                            elif exchange.heavy(token_ids):
                                 made = await in_thread(exchange.receive, token_ids, logprobs)
                             else:
                                 made = exchange.receive(token_ids, logprobs)

@@ -139,6 +139,8 @@ class _Server(uvicorn.Server):
                 lifespan="off",  # entered by _serve
                 log_config=None,  # whoever calls decides: see gateway.logs
                 access_log=False,
+                proxy_headers=False,  # nobody here looks at the client's address
+                server_header=False,
                 timeout_graceful_shutdown=settings.drain_seconds,
             )
         )

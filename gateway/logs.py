@@ -6,7 +6,9 @@ Prompts, replies and keys are never passed to a logger; a request's line holds i
 from __future__ import annotations
 
 import logging
+import time
 from datetime import UTC, datetime
+from typing import Any, TextIO
 
 import orjson
 
@@ -21,9 +23,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Write the line."""
         line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
+            **_head(record.created, record.levelname.lower(), record.name),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
@@ -32,11 +32,20 @@ class JsonLines(logging.Formatter):
         return orjson.dumps(line, default=str).decode()
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """The process's own; stderr is flushed at every line's end."""
+
+
+def _head(created: float, level: str, logger: str) -> dict[str, Any]:
+    time_ = datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
+    return {"time": time_, "level": level, "logger": logger}
+
+
 def to_stderr(level: str) -> None:
     """Send what the process logs to stderr, from a level on."""
     # what no line tells need not be looked up for each
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    handler = logging.StreamHandler()
+    handler = _Handler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # libraries speak up only where something is wrong
@@ -45,7 +54,7 @@ def to_stderr(level: str) -> None:
 
 
 def log_call(call: Call, route: str, method: str, seconds: float) -> None:
-    """Write the line of one call."""
+    """Write the line of one call: straight to where lines go, where that is known."""
     if not requests.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -58,7 +67,9 @@ def log_call(call: Call, route: str, method: str, seconds: float) -> None:
         "ms": round(seconds * 1000, 1),
         **call.notes,
     }
-    # not `requests.info`: it would look up the caller's file and line, which the line does not tell
-    record = logging.LogRecord(requests.name, logging.INFO, "", 0, "request", (), None)
-    record.fields = fields
-    requests.handle(record)
+    root = logging.root.handlers
+    if len(root) == 1 and isinstance(root[0], _Handler) and not requests.handlers:
+        line = {**_head(time.time(), "info", requests.name), "message": "request", **fields}
+        root[0].stream.write(orjson.dumps(line, default=str).decode() + "\n")
+    else:
+        requests.info("request", extra={"fields": fields})

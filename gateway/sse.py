@@ -38,6 +38,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 #: What a reply that outlasts its server gets for saying so, in seconds.
 LAST_WORDS_SECONDS = 1.0
+#: How long a whole reply is made before anybody listens whether its client leaves, in seconds.
+LISTEN_AFTER_SECONDS = 0.02
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -240,7 +242,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
     """Await `work`, or cancel it and return None when the client leaves first.
 
     The work is done in the caller's task, which is cancelled when the client leaves, as
-    `asyncio.timeout` does it: a task less than with one for the work.
+    `asyncio.timeout` does it. Whether he leaves is listened to once the work has taken a moment, so
+    that what is answered at once costs no task at all.
 
     Raises:
         Exception: whatever `work` raises.
@@ -255,7 +258,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
         left = True
         task.cancel()
 
-    listener = asyncio.create_task(listen())
+    listener: asyncio.Task[None] | None = None
+
+    def begin() -> None:
+        nonlocal listener
+        listener = asyncio.create_task(listen())
+
+    timer = asyncio.get_running_loop().call_later(LISTEN_AFTER_SECONDS, begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -264,10 +273,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
             return None
         raise  # the server cancels too
     finally:
-        listener.cancel()
-        if (
-            left and not cancelled
-        ):  # at the last moment: the cancel is still to come, and comes here
+        timer.cancel()
+        if listener is not None:
+            listener.cancel()
+        if left and not cancelled:  # at the last moment: the cancel has yet to come, and comes here
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
             task.uncancel()

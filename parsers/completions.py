@@ -164,6 +164,10 @@ class Completion:
             text += self._stops.feed(spell(self._detokenizer.push(token_id)))
         return self._send(text, None)
 
+    def gather(self, token_ids: Sequence[int]) -> bool:
+        """Take no step so; see ``Exchange.gather``."""
+        return False
+
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds; see ``Exchange.heavy``."""
         return len(token_ids) > LONG_STEP

@@ -154,6 +154,7 @@ class Exchange:
         self._gathers = not (stream or stepwise or forced or split_shows)
         self._gathered: list[int] = []
         self._gathered_logprobs: list[TokenLogprob] = []
+        self._marked = False  # a marker is among them
         self._output: list[int] = []  # kept while a call may still have to be opened
         self._late: list[bytes] = []  # frames made between two calls of the driver
         self._reasoning = reasoning
@@ -218,6 +219,7 @@ class Exchange:
         if self._gathers:
             self._gathered += token_ids
             self._gathered_logprobs += logprobs or ()
+            self._marked = self._marked or self._mark in token_ids
             return self._release() if len(self._gathered) >= GATHER else []
         if len(token_ids) == 1 and not self._late:
             self._received += 1
@@ -229,9 +231,23 @@ class Exchange:
             return frames
         return frames + self._receive(token_ids, logprobs)
 
+    def gather(self, token_ids: Sequence[int]) -> bool:
+        """Take a step that only has to be kept: what most steps of a whole reply come to.
+
+        Returns:
+            Whether it was taken; else ``receive`` has to take it.
+        """
+        full = len(self._gathered) + len(token_ids) >= GATHER
+        if not self._gathers or full or self._ended or not self._eos.isdisjoint(token_ids):
+            return False
+        self._gathered += token_ids
+        if self._mark in token_ids:
+            self._marked = True
+        return True
+
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
-        if self._mark not in token_ids and self._mark not in self._gathered:
+        if self._mark not in token_ids and not self._marked:
             return len(token_ids) > LONG_STEP
         if len(token_ids) > LONG_STEP:
             return True
@@ -250,7 +266,7 @@ class Exchange:
     def _release(self) -> list[bytes]:
         """Work on what was gathered."""
         token_ids, logprobs = self._gathered, self._gathered_logprobs
-        self._gathered, self._gathered_logprobs = [], []
+        self._gathered, self._gathered_logprobs, self._marked = [], [], False
         return self._receive(token_ids, logprobs or None)
 
     def _receive(

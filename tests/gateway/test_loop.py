@@ -22,7 +22,7 @@ from engine.api import (
     TokenDelta,
     Usage,
 )
-from gateway import admission
+from gateway import admission, sse
 from gateway.backends.embedded import EmbeddedBackend
 from gateway.launch import SWITCH_SECONDS, keep_loop_free
 from gateway.recorder import Tape
@@ -156,8 +156,13 @@ def test_what_start_up_made_is_left_out_of_collections() -> None:
         gc.unfreeze()
 
 
-def test_a_client_that_leaves_as_the_work_ends_leaves_no_cancel_behind() -> None:
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_that_leaves_as_the_work_ends_leaves_no_cancel_behind(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
     """The work's result stands, and the caller's task goes on unharmed."""
+
+    monkeypatch.setattr(sse, "LISTEN_AFTER_SECONDS", 0)
 
     async def main() -> tuple[Any, int]:
         left = asyncio.Event()
@@ -167,9 +172,9 @@ def test_a_client_that_leaves_as_the_work_ends_leaves_no_cancel_behind() -> None
             return {"type": "http.disconnect"}
 
         async def work() -> int:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             left.set()
-            for _ in range(2):  # the listener hears it in the turn in which the work ends
+            for _ in range(turns):  # the listener hears it before, in or after the last of them
                 await asyncio.sleep(0)
             return 7
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parsers import Codec, Report
-from parsers.exchange import LONG_REPLY, LONG_STEP
+from parsers.exchange import GATHER, LONG_REPLY, LONG_STEP
 from parsers.gate import LONG_CALL
 from parsers.schemas import MAX_MATCHES, violation
 from tests.parsers.support import encode, function, open_chat
@@ -49,6 +49,30 @@ def test_a_gathered_step_is_judged_with_those_before_it(codec: Codec) -> None:
     assert not exchange.heavy(encode(codec, "x"))
     exchange.receive(encode(codec, "</｜DSML｜parameter>"))
     assert exchange.heavy(encode(codec, "x"))
+
+
+def test_only_a_step_without_work_is_gathered(codec: Codec) -> None:
+    """No stream, no end, room left, and nothing that wants to be seen token by token."""
+    plain = [5] * 3
+    for fields, taken in [
+        ({}, True),
+        ({"stream": True}, False),
+        ({"stop": "x"}, False),
+        ({"tools": PLAIN, "parallel_tool_calls": False}, False),
+    ]:
+        exchange = open_chat(codec, thinking=QUIET, **fields)
+        exchange.start(1, 0)
+        assert exchange.gather(plain) is taken
+    exchange = open_chat(codec, thinking=QUIET)
+    exchange.start(1, 0)
+    assert not exchange.gather([5] * GATHER)
+    assert not exchange.gather([5, codec.model.eos_token_ids[0]])
+    exchange.receive([5, codec.model.eos_token_ids[0]])
+    assert not exchange.gather(plain)
+    completion = codec.open_completion(
+        b'{"model": "gpt", "prompt": "q"}', exchange_id="ID", created=0
+    )
+    assert not completion.gather(plain)
 
 
 def test_many_tokens_at_once_are_long(codec: Codec) -> None:

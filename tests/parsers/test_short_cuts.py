@@ -106,7 +106,14 @@ def test_a_whole_reply_is_the_same_however_much_is_gathered(
         exchange = open_chat(codec, tools=TOOLS)
         assert played(exchange, ids, step) == []
         bodies.append(masked(whole(exchange.body())))
-    assert bodies[0] == bodies[1]
+    exchange = open_chat(codec, tools=TOOLS)
+    exchange.start(1, 0)
+    for taken in each(ids, size):
+        if not exchange.gather(taken):
+            assert exchange.receive(taken) == []
+    exchange.close("stop", len(ids))
+    bodies.append(masked(whole(exchange.body())))
+    assert bodies[0] == bodies[1] == bodies[2]
 
 
 def test_log_probabilities_are_gathered_with_their_tokens(codec: Codec) -> None:
