@@ -143,7 +143,7 @@ class Tile:
 
 #: By rows of the pass, up to each: fewer programs per row where there are more rows.
 _FEW_ROWS = {
-    2: Tile(heads=16, keys=32, splits=20, warps=8, ahead=1),
+    2: Tile(heads=16, keys=64, splits=10, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
     16: Tile(heads=16, keys=64, splits=3, warps=8, ahead=1),
     32: Tile(heads=64, keys=64, splits=4, warps=8, ahead=1),

@@ -308,13 +308,14 @@ def test_real_widths_decode(tokens, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_widths_prefill(kind):
-    """At real widths a mixed pass differs from torch."""
-    same_at_real_widths(
-        [Sequence(1, 0, 300), Sequence(2, 777, 200), Sequence(3, 1500, 1)], kind, True
-    )
+    """At real widths a mixed pass, with floors, differs from torch."""
+    sequences = [Sequence(1, 0, 300), Sequence(2, 777, 200), Sequence(3, 1500, 1)]
+    same_at_real_widths(sequences, kind, True, floors=[0, 700, 1450])
 
 
-def same_at_real_widths(sequences: list[Sequence], kind: str, head_norm: bool) -> None:
+def same_at_real_widths(
+    sequences: list[Sequence], kind: str, head_norm: bool, floors: list[int] | None = None
+) -> None:
     """Compare in bfloat16, 64 heads of 512, window 128, at most 512 entries of 4 or 128 tokens."""
     c = case(
         sequences,
@@ -328,4 +329,7 @@ def same_at_real_widths(sequences: list[Sequence], kind: str, head_norm: bool) -
         block_size=256,
         dtype=torch.bfloat16,
     )
+    if floors is not None:
+        low = torch.tensor(floors, dtype=torch.int32, device=DEVICE)
+        c = changed(c, 7, replace(c.rows, floors=low))
     assert agree(attend_triton(*c.args, **c.keywords), attend_torch(*c.args, **c.keywords))
