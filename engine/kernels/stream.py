@@ -21,7 +21,7 @@ assembly; the interpreter takes equal plain forms.
 
 from __future__ import annotations
 
-from engine.kernels.roundtrip import power_of_two_at_least_device, round_e4m3_device
+from engine.kernels.roundtrip import fp8_scale_device, round_e4m3_device
 from engine.kernels.triton_compat import INTERPRETED, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -267,7 +267,7 @@ def _round_pairs(pairs, GROUP: tl.constexpr):
     if GROUP == 128:  # the four threads of a quad
         quad = tl.max(tl.reshape(amax, (NT // 4, 4)), axis=1)
         amax = tl.reshape(tl.broadcast_to(quad[:, None], (NT // 4, 4)), (NT,))
-    scale = power_of_two_at_least_device(tl.div_rn(amax, 448.0))
+    scale = fp8_scale_device(amax)
     inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     rounded = ()
     for i in tl.static_range(16):

@@ -1,0 +1,267 @@
+"""Experts for a few rows, each warp for itself (candidate beside engine.kernels.moe_decode)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.formats import Matrix
+from engine.kernels.moe_decode import _shared_programs
+from engine.kernels.roundtrip import fp8_device
+from engine.kernels.router import Routing
+from engine.kernels.stream import SUM_SCALE, accumulate, load16, rows_of_x
+from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
+
+
+@triton.jit
+def _scales(scale, line, group, K: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Scales of a row's 32 columns in R chunks; group: those of the first chunk."""
+    result = ()
+    if FP4 and K % 128 == 0:
+        for c in tl.static_range(R):
+            at = line * (K // 128) + (group >> 2) + c
+            word = tl.load(scale + at, mask=group + 4 * c < K // 32, other=0)
+            result = result + (((word >> ((group & 3) << 3)) & 0xFF),)  # noqa: RUF005
+    else:
+        wide: tl.constexpr = K // 32 if FP4 else (K + BLOCK - 1) // BLOCK
+        high: tl.constexpr = 1 if FP4 else BLOCK
+        grain: tl.constexpr = 32 if FP4 else BLOCK
+        for c in tl.static_range(R):
+            column = (group + 4 * c) * 32 // grain
+            at = line // high * wide + column
+            word = tl.load(scale + (at >> 2), mask=group + 4 * c < K // 32, other=0)
+            result = result + (((word >> ((at & 3) << 3)) & 0xFF),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _round(data, scale, row, group, x_row, sums, K: tl.constexpr, R: tl.constexpr,
+           APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """R chunks of columns of TILES tiles, read and multiplied."""
+    halves: tl.constexpr = 1 if FP4 else 2
+    per: tl.constexpr = 8 if FP4 else 4  # columns of an int32
+    steps = ()
+    for tile in tl.static_range(TILES):
+        line = row + tile * FURTHER
+        s0 = _scales(scale, line, group, K, R, FP4, BLOCK)
+        s1 = _scales(scale, line + APART, group, K, R, FP4, BLOCK)
+        for j in tl.static_range(R * halves):
+            at = line * (K // per) + (group + j // halves * 4) * (32 // per) + j % halves * 4
+            use = group + j // halves * 4 < K // 32
+            w = load16(data + at, use)
+            v = load16(data + at + APART * (K // per), use)
+            steps = steps + ((w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3],
+                              s0[j // halves], s1[j // halves]),)  # fmt: skip
+    xs = rows_of_x(x_row, group, R, K, FP4, 0)
+    total = ()
+    for tile in tl.static_range(TILES):
+        c = (sums[4 * tile], sums[4 * tile + 1], sums[4 * tile + 2], sums[4 * tile + 3])
+        for j in tl.static_range(R * halves):
+            c = accumulate(steps[tile * R * halves + j], xs, j * (16 // halves), c, FP4)
+        total = total + c
+    return total
+
+
+@triton.jit
+def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, TILES: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
+    """Store zeros where a row's choices reach no expert."""
+    for choice in tl.static_range(CHOICES):
+        empty = valid & (tl.load(experts + row * CHOICES + choice) < 0)
+        at = out + (row * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
+        for part in tl.static_range(2 * TILES):
+            tl.store(at + part * 8, 0.0, mask=empty)
+
+
+@triton.jit
+def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
+          experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+          WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+          WARPS: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Units [low, high) of one tile of up to eight rows."""
+    apart: tl.constexpr = 8 if SECOND else N // 2
+    further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
+    thread = tl.arange(0, 32 * WARPS)
+    mine = thread % 32 // 4
+    if SHARED:
+        first = tile * 8
+        count = tl.minimum(T - first, 8)
+    else:
+        first = tl.load(tiles + tile * 3 + 1)
+        count = tl.load(tiles + tile * 3 + 2)
+        expert = tl.load(tiles + tile * 3).to(tl.int64)
+        data += expert * data_apart
+        scale += expert * scale_apart
+    words = scale.to(tl.pointer_type(tl.int32))
+    place = first + tl.minimum(mine // 2 + mine % 2 * 4, count - 1)
+    n0 = thread % 4
+    n1 = n0 + 4
+    p0 = first + tl.minimum(n0, count - 1)
+    p1 = first + tl.minimum(n1, count - 1)
+    w0 = tl.full((32 * WARPS,), 1.0, tl.float32)
+    w1 = w0
+    if SHARED:
+        source = place + (T * CHOICES if SECOND else 0)
+        o0 = p0 * (CHOICES + 1) + CHOICES if SECOND else p0 + T * CHOICES
+        o1 = p1 * (CHOICES + 1) + CHOICES if SECOND else p1 + T * CHOICES
+    elif SECOND:
+        source = place
+        o0 = tl.load(order + p0)
+        o1 = tl.load(order + p1)
+        o0 = o0 + o0 // CHOICES
+        o1 = o1 + o1 // CHOICES
+    else:
+        source = tl.load(order + place) // CHOICES
+        o0 = p0
+        o1 = p1
+        w0 = tl.load(weights + tl.load(order + p0))
+        w1 = tl.load(weights + tl.load(order + p1))
+    t0 = o0.to(tl.int64) * WIDTH
+    t1 = o1.to(tl.int64) * WIDTH
+    x_row = x + source.to(tl.int64) * (K // 2)
+    zero = tl.zeros((32 * WARPS,), tl.float32)
+    for unit in range(low, high):
+        column = (unit * WARPS + thread // 32) * (further * TILES) + mine
+        if TILES == 1:
+            sums = (zero, zero, zero, zero)
+        else:
+            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+        for step in range((K + R * 128 - 1) // (R * 128)):
+            sums = _round(data, words, column, step * (4 * R) + thread % 4, x_row, sums, K, R,
+                          apart, further, TILES, FP4, BLOCK)  # fmt: skip
+        for i in tl.static_range(TILES):
+            _finish(sums[4 * i], sums[4 * i + 2], out, t0, w0, n0 < count,
+                    column + i * further, limit, SECOND)  # fmt: skip
+            if count > 4:
+                _finish(sums[4 * i + 1], sums[4 * i + 3], out, t1, w1, n1 < count,
+                        column + i * further, limit, SECOND)  # fmt: skip
+        if SECOND and SHARED:
+            _clear(out, experts, p0, n0 < count, column, CHOICES, TILES, WIDTH)
+            _clear(out, experts, p1, n1 < count, column, CHOICES, TILES, WIDTH)
+
+
+@triton.jit
+def _finish(a, b, out, target, weight, valid, column, limit, SECOND: tl.constexpr):
+    """Store what became of two weight rows and one row of x."""
+    at = out + target + column
+    if SECOND:
+        tl.store(at, a * SUM_SCALE, mask=valid)
+        tl.store(at + 8, b * SUM_SCALE, mask=valid)
+    else:
+        gate = tl.minimum(a * SUM_SCALE, limit)
+        up = tl.minimum(tl.maximum(b * SUM_SCALE, -limit), limit)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
+        tl.store(at, cast(hidden, tl.bfloat16), mask=valid)
+
+
+@triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
+def _rows_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order,
+                 tiles, num_tiles, weights, experts, T, limit, shared_programs,
+                 CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+                 SECOND: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr,
+                 SHARED_R: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+                 BLOCK: tl.constexpr, SHARED_FP4: tl.constexpr,
+                 SHARED_BLOCK: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    if program < shared_programs:
+        shared_units: tl.constexpr = N // (16 * WARPS)
+        total = (T + 7) // 8 * shared_units
+        begin = program * total // shared_programs
+        end = (program + 1) * total // shared_programs
+        for tile in range(begin // shared_units, (end + shared_units - 1) // shared_units):
+            low = tl.maximum(begin - tile * shared_units, 0)
+            high = tl.minimum(end - tile * shared_units, shared_units)
+            _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
+                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, 1, WARPS, SHARED_R,
+                  SHARED_FP4, SHARED_BLOCK)  # fmt: skip
+    else:
+        units: tl.constexpr = N // (16 * TILES * WARPS)
+        total = tl.load(num_tiles) * units
+        programs = tl.num_programs(0) - shared_programs
+        begin = (program - shared_programs) * total // programs
+        end = (program - shared_programs + 1) * total // programs
+        for tile in range(begin // units, (end + units - 1) // units):
+            low = tl.maximum(begin - tile * units, 0)
+            high = tl.minimum(end - tile * units, units)
+            _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, WARPS, R,
+                  FP4, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _round_kernel(x, width, W: tl.constexpr, GROUP: tl.constexpr):
+    column = tl.program_id(1) * W + tl.arange(0, W)
+    at = x + tl.program_id(0).to(tl.int64) * width + column
+    value = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
+    rounded = tl.reshape(fp8_device(tl.reshape(value, (1, W)), GROUP, 0), (W,))
+    tl.store(at, cast(rounded, tl.bfloat16), mask=column < width)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Tiles of a warp, chunks of a step, warps of a program, programs of a multiprocessor."""
+
+    tiles: int
+    chunks: int
+    warps: int
+    resident: int
+    registers: int
+
+    @property
+    def programs(self) -> int:
+        if INTERPRETED:
+            return 3
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        count: int = device.multi_processor_count
+        return self.resident * count
+
+
+def _product(source, out, w, shared, routing, layout, *, limit, second) -> None:
+    rows, choices = routing.experts.shape
+    columns = source.shape[1]
+    programs, own = layout.programs, 0
+    if shared is None:
+        shared = w[0]
+    else:
+        own = _shared_programs(programs, rows, rows * choices, w, shared)
+    data = w.data.view(torch.int32)
+    _rows_kernel[(programs,)](
+        data, w.scale, data.stride(0), w.scale.stride(0), shared.data.view(torch.int32),
+        shared.scale, source.view(torch.int32), out, routing.order, routing.tiles,
+        routing.num_tiles, routing.weights, routing.experts, rows, limit, own,
+        CHOICES=choices, N=w.shape[-2], K=columns, WIDTH=out.shape[-1], SECOND=second,
+        WARPS=layout.warps, R=layout.chunks, SHARED_R=2, TILES=layout.tiles,
+        FP4=w.kind == "fp4", BLOCK=w.block, SHARED_FP4=shared.kind == "fp4",
+        SHARED_BLOCK=shared.block, num_warps=layout.warps, maxnreg=layout.registers,
+    )  # fmt: skip
+
+
+def row_experts(
+    x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, shared13: Matrix | None,
+    shared2: Matrix | None, *, limit: float, act_group: int | None,
+    layouts: tuple[RowLayout, RowLayout] | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the experts for up to DECODE_ROWS rows; arguments and result as `moe_torch`."""
+    rows, choices = routing.experts.shape
+    d, inner = w2.shape[-2:]
+    few = rows <= 2
+    default = RowLayout(1, 4, 4, 4, 128) if few else RowLayout(2, 2, 4, 4, 128)
+    if INTERPRETED:
+        default = RowLayout(1 if few else 2, 2, 1, 1, 128)
+    first, second = layouts or (default, default)
+    hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
+    new = torch.zeros if shared2 is None else torch.empty
+    parts = new((rows, choices + 1, d), dtype=torch.float32, device=x.device)
+    _product(x.contiguous(), hidden, w13, shared13, routing, first, limit=limit, second=False)
+    if act_group is not None:
+        wide = min(1024, triton.next_power_of_2(inner))
+        _round_kernel[(len(hidden), triton.cdiv(inner, wide))](
+            hidden, inner, W=wide, GROUP=act_group, num_warps=4
+        )
+    _product(hidden, parts, w2, shared2, routing, second, limit=limit, second=True)
+    return parts
