@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -16,6 +16,21 @@ from engine.config import ConfigError
 from engine.config_checks import wanted
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+Method = Literal["fp8_block", "fp8_channel", "int8_channel", "nvfp4", "int4_awq", "int4_gptq"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How a checkpoint's linears are stored.
+
+    Args:
+        method: kind of matrix (engine.kernels.formats).
+        group: side of an FP8 block, or columns that share a scale; 0 by channel.
+    """
+
+    method: Method
+    group: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,7 @@ class Qwen3Config:
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantisation: Quantisation | None = None
 
     @property
     def queries_per_key(self) -> int:
@@ -96,6 +112,7 @@ class Qwen3Config:
                 problems.append(f"{name}: {wanted('a number', value)}")
             values[name] = value
         eos = data.get("eos_token_id")
+        how = _quantisation(data.get("quantization_config"), problems)
         if problems:
             raise ConfigError("config", problems)
         if values["num_attention_heads"] % values["num_key_value_heads"]:
@@ -105,7 +122,12 @@ class Qwen3Config:
         if problems:
             raise ConfigError("config", problems)
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        return cls(**values, bos_token_id=data.get("bos_token_id"), eos_token_ids=ids)
+        return cls(
+            **values,
+            bos_token_id=data.get("bos_token_id"),
+            eos_token_ids=ids,
+            quantisation=how,
+        )
 
 
 _INTEGERS = (
@@ -125,3 +147,54 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
     "use_sliding_window": (False,),
 }
+
+
+def _quantisation(given: Any, problems: list[str]) -> Quantisation | None:
+    """Read quantization_config; notes what is not among the supported ones."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        problems.append(f"quantization_config: {wanted('an object', given)}")
+        return None
+    method = given.get("quant_method")
+    group = given.get("group_size")
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        if isinstance(block, list) and len(block) == 2 and block[0] == block[1]:
+            return Quantisation("fp8_block", block[0])
+    elif method == "awq" and given.get("bits") == 4 and given.get("zero_point", True) is True:
+        if type(group) is int and given.get("version", "gemm") == "gemm":
+            return Quantisation("int4_awq", group)
+    elif method == "gptq" and given.get("bits") == 4 and given.get("sym") is True:
+        if type(group) is int and group > 0 and not given.get("desc_act", False):
+            return Quantisation("int4_gptq", group)
+    elif method == "modelopt" and given.get("quant_algo") == "NVFP4":
+        return Quantisation("nvfp4", 16)
+    elif method == "compressed-tensors":
+        found = _by_channel(given)
+        if found is not None:
+            return Quantisation(found, 0)
+    problems.append(f"quantization_config: {wanted(f'one of {SUPPORTED}', dict(given))}")
+    return None
+
+
+#: What `quantization_config` may say, in words.
+SUPPORTED = (
+    "fp8 with a square weight_block_size; awq of 4 bits with zero points, version gemm; gptq of 4"
+    " bits, symmetric, without desc_act; modelopt NVFP4; compressed-tensors of 8 bits by channel"
+)
+
+
+def _by_channel(given: Mapping[str, Any]) -> Method | None:
+    """Kind of a compressed-tensors checkpoint with one group of 8-bit weights by channel."""
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or weights.get("strategy") != "channel":
+        return None
+    if weights.get("num_bits") != 8 or weights.get("symmetric", True) is not True:
+        return None
+    found: dict[Any, Method] = {"float": "fp8_channel", "int": "int8_channel"}
+    return found.get(weights.get("type"))

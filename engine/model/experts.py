@@ -2,19 +2,21 @@
 
 An expert is one run of bytes: every tensor that its products need (codes, scales, zero points,
 padding) lies in it, so that none of them can be left behind when it moves. Stacks of matrices that
-kernels read are strided views of a table of such runs (issue 7, engine.md A4).
+kernels read are strided views of a table of such runs (issue 7, engine.md A4). Where the host has no
+room for all experts of a layer either, it keeps those used last and the checkpoint's files have the
+rest (engine.model.disktier).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.kernels.formats import Matrix
+from engine.kernels.formats import KERNEL_KINDS, Matrix, dequantise
 from engine.kernels.ops import Ops
 from engine.kernels.paging import (
     SlotState,
@@ -26,8 +28,9 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
+from engine.model.disktier import HostCache
 from engine.model.hostmem import HostBuffer
-from engine.plan.residency import Residency
+from engine.plan.residency import ABSENT, Residency
 
 #: Tensors of an expert begin at multiples of this many bytes.
 ALIGNMENT = 256
@@ -63,12 +66,13 @@ class ExpertLayout:
     """
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
-        self._forms = [(m.kind, m.block) for m in matrices]
-        self._parts: list[tuple[_Part, _Part | None]] = []
+        self._forms = tuple(
+            m.of({n: t.new_empty(0) for n, t in m.tensors.items()}) for m in matrices
+        )
+        self._parts: list[dict[str, _Part]] = []
         self.nbytes = 0
         for m in matrices:
-            data = self._place(m.data)
-            self._parts.append((data, None if m.scale is None else self._place(m.scale)))
+            self._parts.append({name: self._place(t) for name, t in m.tensors.items()})
 
     def _place(self, tensor: Tensor) -> _Part:
         part = _Part(tensor.dtype, tuple(tensor.shape), self.nbytes)
@@ -78,17 +82,47 @@ class ExpertLayout:
     def stacks(self, table: Tensor) -> tuple[Matrix, ...]:
         """Matrices of every row of a table uint8 [N, nbytes], stacked along N."""
         return tuple(
-            Matrix(kind, data.view(table), None if scale is None else scale.view(table), block)
-            for (kind, block), (data, scale) in zip(self._forms, self._parts, strict=True)
+            form.of({name: part.view(table) for name, part in parts.items()})
+            for form, parts in zip(self._forms, self._parts, strict=True)
         )
 
     def write(self, row: Tensor, matrices: Sequence[Matrix]) -> None:
         """Put one expert into its bytes uint8 [nbytes]; what lies between tensors becomes 0."""
         row.zero_()
         for stack, m in zip(self.stacks(row[None]), matrices, strict=True):
-            stack.data[0].copy_(m.data)
-            if stack.scale is not None and m.scale is not None:
-                stack.scale[0].copy_(m.scale)
+            held = m.tensors
+            for name, tensor in stack.tensors.items():
+                tensor[0].copy_(held[name])
+
+
+def unfold(
+    w13: Matrix, w2: Matrix, routing: Routing, dtype: torch.dtype
+) -> tuple[Matrix, Matrix, Routing]:
+    """Make plain weights of kinds that no product kernel reads, of touched experts where those are few.
+
+    Capturable: how many are unfolded follows from shapes. Slower than kernels that read codes, by
+    the writing and reading of the plain weights.
+
+    Args:
+        w13: [N, 2 * I, d].
+        w2: [N, d, I].
+        routing: whose tiles name experts or slots of these.
+        dtype: of the plain weights.
+
+    Returns:
+        the same of plain weights; the tiles name their places.
+    """
+    if w13.kind in KERNEL_KINDS and w2.kind in KERNEL_KINDS:
+        return w13, w2, routing
+    slots = routing.tiles[:, 0]
+    if len(slots) < w13.shape[0]:
+        touched = slots.clamp(min=0).long()
+        w13, w2 = w13.take(touched), w2.take(touched)
+        tiles = routing.tiles.clone()
+        places = torch.arange(len(slots), dtype=tiles.dtype, device=tiles.device)
+        tiles[:, 0] = torch.where(slots < 0, slots, places)
+        routing = replace(routing, tiles=tiles)
+    return Matrix("plain", dequantise(w13, dtype)), Matrix("plain", dequantise(w2, dtype)), routing
 
 
 class ResidentExperts:
@@ -120,39 +154,49 @@ class ResidentExperts:
         act_group: int | None,
     ) -> Tensor:
         """Compute a layer's experts; see engine.kernels.moe.moe_torch."""
-        return ops.moe(
-            x, routing, self.w13, self.w2, shared13, shared2, limit=limit, act_group=act_group
-        )
+        w13, w2, routing = unfold(self.w13, self.w2, routing, x.dtype)
+        return ops.moe(x, routing, w13, w2, shared13, shared2, limit=limit, act_group=act_group)
 
 
 class PagedExperts:
-    """K slots on the device, every expert on the host.
+    """K slots on the device, every expert on the host, or on the host and in files.
 
     A pass whose (row, choice) pairs are no more than K is one wave: what to bring in is decided and
     copied on the device, without a sync, so that it can be captured. A larger pass is cut into
-    waves on the host. Both read and write the same tables.
+    waves on the host, and so is any pass where files are needed. Both read and write the same
+    tables.
 
     Attributes:
         layout: of an expert's bytes.
         state: residency, on the device.
-        store: uint8 [E, bytes] on the host.
+        store: uint8 [E, bytes] on the host; with a cache its rows.
+        cache: what the host keeps where it has no room for all; None where it has.
         slots: uint8 [K, bytes] on the device.
 
     Args:
         layout: of an expert's bytes.
-        store: pinned where the device is a GPU; holds every expert.
+        store: pinned where the device is a GPU; holds every expert, or the first K at least.
         num_slots: K.
         device: of the slots.
+        count: E.
     """
 
     def __init__(
-        self, layout: ExpertLayout, store: HostBuffer, num_slots: int, device: torch.device
+        self,
+        layout: ExpertLayout,
+        store: HostBuffer | HostCache,
+        num_slots: int,
+        device: torch.device,
+        count: int,
     ) -> None:
         self.layout = layout
+        self.num_experts = count
         self._buffer = store
-        self.store = store.tensor.view(-1, layout.nbytes)
+        self.cache = store if isinstance(store, HostCache) else None
+        table = store.table if isinstance(store, HostCache) else store.tensor
+        self.store = table.view(-1, layout.nbytes)
         self.slots = self.store[:num_slots].to(device, copy=True)
-        self.state = SlotState.make(len(self.store), num_slots, device)
+        self.state = SlotState.make(count, num_slots, device)
         self.w13, self.w2 = layout.stacks(self.slots)
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -173,9 +217,13 @@ class PagedExperts:
         """Time that pinning the store took."""
         return self._buffer.pin_seconds
 
+    def most_captured_rows(self, per_row: int) -> int:
+        """Rows of the largest decode step that is one wave; 0 where the host decides."""
+        return 0 if self.cache is not None else self.num_slots // per_row
+
     def is_one_wave(self, routing: Routing) -> bool:
-        """Whether a pass fits the slots whatever its rows are routed to; shapes decide."""
-        return routing.experts.numel() <= self.num_slots
+        """Whether a pass fits the slots whatever its rows are routed to; shapes decide (J7)."""
+        return self.cache is None and routing.experts.numel() <= self.num_slots
 
     def run(
         self,
@@ -192,12 +240,13 @@ class PagedExperts:
         how = {"limit": limit, "act_group": act_group}
         if self.is_one_wave(routing):
             self._bring_in(ops, routing)
-            named = self._named(ops, routing)
-            return ops.moe(x, named, self.w13, self.w2, shared13, shared2, **how)
+            w13, w2, named = unfold(self.w13, self.w2, self._named(ops, routing), x.dtype)
+            return ops.moe(x, named, w13, w2, shared13, shared2, **how)
         total: Tensor | None = None
         for wave in self._waves(ops, routing):
             shared = (shared13, shared2) if total is None else (None, None)
-            parts = ops.moe(x, wave, self.w13, self.w2, *shared, **how)
+            w13, w2, named = unfold(self.w13, self.w2, wave, x.dtype)
+            parts = ops.moe(x, named, w13, w2, *shared, **how)
             # Every pair is in one wave and 0 in the others, so that no bit depends on the waves.
             total = parts if total is None else total.add_(parts)
         assert total is not None
@@ -223,52 +272,78 @@ class PagedExperts:
         """Bring a large pass's experts in, wave after wave; yields what each is to compute.
 
         With two slots or more a wave takes half of them, so that the next one's experts are copied
-        while it is computed: least recently used slots are never those of the wave before.
+        while it is computed: least recently used slots are never those of the wave before. Whatever
+        ends the pass, the tables say what the slots hold.
         """
         residency = self.read_residency()
         wanted = [e for e in set(routing.experts.flatten().tolist()) if e >= 0]
         overlap = self.num_slots > 1
-        waves = residency.waves(wanted, self.num_slots // 2 if overlap else 1) or [[]]
-        ready = self._copy(residency, waves[0])
-        for index, wave in enumerate(waves):
-            if ready is not None:
-                torch.cuda.current_stream(self.slots.device).wait_event(ready)
+        size = self.num_slots // 2 if overlap else 1
+        if self.cache is not None:
+            size = min(size, self.cache.most)
+        waves = residency.waves(wanted, size) or [[]]
+        self._read_ahead(residency, waves[0])
+        ready: torch.cuda.Event | None = None
+        try:
+            ready = self._copy(residency, waves[0])
+            for index, wave in enumerate(waves):
+                following = waves[index + 1] if index + 1 < len(waves) else None
+                if following:
+                    self._read_ahead(residency, following)
+                self._await(ready)
+                self.write_residency(residency)
+                masked = self._masked(ops, routing, wave)
+                if following and overlap:
+                    ready = self._copy(residency, following)
+                yield masked
+                if following and not overlap:
+                    ready = self._copy(residency, following)
+        finally:
+            self._await(ready)
             self.write_residency(residency)
-            masked = self._masked(ops, routing, wave)
-            following = waves[index + 1] if index + 1 < len(waves) else None
-            if following and overlap:
-                ready = self._copy(residency, following)
-            yield masked
-            if following and not overlap:
-                ready = self._copy(residency, following)
+
+    def _await(self, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            torch.cuda.current_stream(self.slots.device).wait_event(ready)
+
+    def _read_ahead(self, residency: Residency, wave: Sequence[int]) -> None:
+        """Have the host read what a wave misses in the slots, where it keeps a part only."""
+        if self.cache is not None:
+            self.cache.want([e for e in wave if residency.expert_slot[e] == ABSENT])
 
     def _masked(self, ops: Ops, routing: Routing, wave: list[int]) -> Routing:
         """The part of a routing that goes to a wave's experts, by slots."""
-        inside = torch.zeros(len(self.store), dtype=torch.bool, device=self.slots.device)
+        inside = torch.zeros(self.num_experts, dtype=torch.bool, device=self.slots.device)
         inside[wave] = True
         kept = inside[routing.experts.clamp(min=0).long()] & (routing.experts >= 0)
         experts = torch.where(kept, routing.experts, -1)
-        part = Routing(experts, routing.weights * kept, *ops.group(experts, len(self.store)))
+        part = Routing(experts, routing.weights * kept, *ops.group(experts, self.num_experts))
         return self._named(ops, part)
 
     def _copy(self, residency: Residency, wave: list[int]) -> torch.cuda.Event | None:
         """Start copying what a wave misses; gives what to wait for, None on a CPU."""
+        missing = [e for e in wave if residency.expert_slot[e] == ABSENT]
+        # Before the tables change, since a file may be gone.
+        rows = [self.store[e] for e in missing] if self.cache is None else self.cache.rows(missing)
+        source = dict(zip(missing, rows, strict=True))
         moves = residency.bring_in(wave)
         if self._copies is None:
             for move in moves:
-                self.slots[move.slot].copy_(self.store[move.expert])
+                self.slots[move.slot].copy_(source[move.expert])
             return None
         # Slots given up were last read by work that is queued by now.
         self._copies.wait_stream(torch.cuda.current_stream(self.slots.device))
         with torch.cuda.stream(self._copies):
             for move in moves:
-                self.slots[move.slot].copy_(self.store[move.expert], non_blocking=True)
+                self.slots[move.slot].copy_(source[move.expert], non_blocking=True)
             done: torch.cuda.Event = self._copies.record_event()
+        if self.cache is not None:
+            self.cache.copied(missing, done)
         return done
 
     def read_residency(self) -> Residency:
-        """Take the device's tables over; waits for the device."""
-        residency = Residency(len(self.store), self.num_slots)
+        """Take the device's tables over; waits for the device (J6)."""
+        residency = Residency(self.num_experts, self.num_slots)
         residency.slot_expert = self.state.slot_expert.tolist()
         residency.expert_slot = self.state.expert_slot.tolist()
         residency.last_use = self.state.last_use.tolist()
@@ -287,57 +362,19 @@ class PagedExperts:
             tensor.copy_(torch.tensor(values, dtype=torch.int32))
 
     def check_integrity(self) -> None:
-        """Check that each slot has its expert's bytes (J4); reads everything.
+        """Check that each slot has its expert's bytes (J1, J4); reads everything.
 
         Raises:
             RuntimeError: one has not; a bug.
         """
         residency = self.read_residency()
         residency.check_integrity()
+        if self.cache is not None:
+            self.cache.check_integrity()
         for slot, expert in enumerate(residency.slot_expert):
-            if not torch.equal(self.slots[slot].cpu(), self.store[expert]):
+            held = self.store[expert] if self.cache is None else self.cache.bytes_of(expert)
+            if not torch.equal(self.slots[slot].cpu(), held):
                 raise RuntimeError(f"slot {slot} does not hold the bytes of expert {expert}")
 
 
 Experts = ResidentExperts | PagedExperts
-
-
-class Placement:
-    """Decides where the experts of each layer go, and puts them there.
-
-    Args:
-        slots: layer -> K of a paged layer; layers that are not named stay on the device.
-        device: of slots and resident experts.
-        pin: whether stores are pinned for the GPU.
-    """
-
-    def __init__(
-        self, slots: dict[int, int] | None = None, *, device: torch.device, pin: bool
-    ) -> None:
-        self._slots = slots or {}
-        self._device = device
-        self._pin = pin
-
-    def place(self, layer: int, experts: Iterable[tuple[Matrix, Matrix]], count: int) -> Experts:
-        """Take a layer's experts, one after the other.
-
-        Args:
-            layer: its index.
-            experts: (w13, w2) of each.
-            count: how many come.
-        """
-        source = iter(experts)
-        first = next(source)
-        num_slots = self._slots.get(layer)
-        layout = ExpertLayout(first)
-        if num_slots is None:
-            table = torch.empty((count, layout.nbytes), dtype=torch.uint8, device=self._device)
-        else:
-            buffer = HostBuffer(count * layout.nbytes, pin=self._pin)
-            table = buffer.tensor.view(count, layout.nbytes)
-        layout.write(table[0], first)
-        for index in range(1, count):
-            layout.write(table[index], next(source))
-        if num_slots is None:
-            return ResidentExperts(*layout.stacks(table))
-        return PagedExperts(layout, buffer, num_slots, self._device)

@@ -11,7 +11,7 @@ prefill and speculative verification (engine.kernels.rows).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from engine.kernels.roundtrip import Form
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.engram import Ints, NgramHash, fold_table
-from engine.model.experts import Placement
+from engine.model.experts import Experts
 from engine.model.packed import (
     CheckpointSource,
     PackedLayer,
@@ -43,6 +43,7 @@ from engine.model.packed import (
     RandomSource,
     pack,
 )
+from engine.model.placement import Placement
 from engine.model.v4 import frequencies
 
 if TYPE_CHECKING:
@@ -171,6 +172,16 @@ class FastModel:
         self.tapped: tuple[int, ...] = ()
         self._image = -1 if config.image_token_id is None else config.image_token_id
         self._fold, self._pad, self._hashes = self._prepare_engram(fold)
+
+    @property
+    def experts(self) -> tuple[Experts, ...]:
+        """Routed experts of each layer."""
+        return tuple(layer.moe.experts for layer in self.weights.layers)
+
+    @property
+    def gates(self) -> tuple[Tensor, ...]:
+        """Router [E, d] of each layer."""
+        return tuple(layer.moe.gate for layer in self.weights.layers)
 
     def decode(self, rows: Rows, pool: KVPool) -> Tensor:
         """Process one row of each sequence.
@@ -607,7 +618,8 @@ def load_fast_model(
     dtype: torch.dtype = torch.bfloat16,
     round_trips: RoundTrips = "auto",
     max_model_len: int | None = None,
-    slots: dict[int, int] | None = None,
+    slots: Mapping[int, int] | None = None,
+    host_bytes: int | None = None,
 ) -> FastModel:
     """Load a checkpoint of the official layout, in the form it is stored in.
 
@@ -619,6 +631,7 @@ def load_fast_model(
         round_trips: as in engine.model.checkpoint.load_model.
         max_model_len: positions that will be used; the model's own context by default.
         slots: layer -> GPU slots of its experts, for layers whose experts are paged.
+        host_bytes: most host memory of their experts; the files serve what exceeds it.
 
     Raises:
         ConfigError: config.json cannot be served.
@@ -637,7 +650,7 @@ def load_fast_model(
     source = CheckpointSource(checkpoint, torch.device(device), dtype)
     return FastModel(
         config,
-        pack(config, source, _placement(slots, device), plain=dtype),
+        pack(config, source, _placement(slots, device, host_bytes), plain=dtype),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
@@ -653,7 +666,7 @@ def random_fast_model(
     device: torch.device | str,
     max_model_len: int,
     seed: int = 0,
-    slots: dict[int, int] | None = None,
+    slots: Mapping[int, int] | None = None,
 ) -> FastModel:
     """Draw a model of a shape from a seed; token ids are folded to themselves.
 
@@ -678,9 +691,11 @@ def random_fast_model(
     )
 
 
-def _placement(slots: dict[int, int] | None, device: torch.device | str) -> Placement:
+def _placement(
+    slots: Mapping[int, int] | None, device: torch.device | str, host_bytes: int | None = None
+) -> Placement:
     where = torch.device(device)
-    return Placement(slots, device=where, pin=where.type == "cuda")
+    return Placement(slots, device=where, pin=where.type == "cuda", host_bytes=host_bytes)
 
 
 def _select_site(site: HcIn, rows: Tensor) -> HcIn:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.config import Layer, ModelConfig
-from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.formats import Matrix, dequantise, on_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.engram import EngramTable
-from engine.model.experts import Experts, PagedExperts, Placement, ResidentExperts
+from engine.model.experts import Experts, PagedExperts, ResidentExperts
 from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, scale_name, tensor_specs
+from engine.model.placement import FILLERS, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,16 @@ class PackedWeights:
 
 
 class Source(Protocol):
-    """Where weights come from."""
+    """Where weights come from.
+
+    Attributes:
+        threads: that may read matrices at once.
+    """
+
+    threads: int
+
+    def on_host(self) -> Source:
+        """The same, for what is to lie on the host: on it already where that spares a transfer."""
 
     def matrix(self, name: str) -> Matrix:
         """Stored form of the matrix `name` (without .weight), on the device."""
@@ -169,10 +179,16 @@ class CheckpointSource:
         plain: dtype that plain matrices wider than it are narrowed to, bfloat16 or float32.
     """
 
+    threads = FILLERS
+
     def __init__(self, checkpoint: Checkpoint, device: torch.device, plain: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._plain = plain
+
+    def on_host(self) -> CheckpointSource:
+        """Give tensors where the files are mapped."""
+        return CheckpointSource(self._checkpoint, torch.device("cpu"), self._plain)
 
     def matrix(self, name: str) -> Matrix:
         """As stored."""
@@ -213,11 +229,17 @@ class RandomSource:
         seed: of all draws.
     """
 
+    threads = 1
+
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         self._config = config
         self._device = device
         self._seed = seed
         self._specs = tensor_specs(config)
+
+    def on_host(self) -> RandomSource:
+        """Itself: drawing on the device and copying is quicker than drawing on the host."""
+        return self
 
     def matrix(self, name: str) -> Matrix:
         """Draw a matrix in the form official checkpoints store it."""
@@ -455,16 +477,22 @@ class _Packer:
             if c.image_token_id is not None and c.is_v41:
                 bias_vl = get(name + "gate.bias_vl")
         shared = name + "shared_experts."
-        experts = (
-            (join([matrix(f"{one}.w1"), matrix(f"{one}.w3")]), matrix(f"{one}.w2"))
-            for one in (f"{name}experts.{e}" for e in range(count))
-        )
+        paged = self._placement.is_paged(layer.index)
+        source = self._source.on_host() if paged else self._source
+
+        def read(expert: int) -> tuple[Matrix, Matrix]:
+            one = f"{name}experts.{expert}."
+            return (
+                join([source.matrix(one + "w1"), source.matrix(one + "w3")]),
+                source.matrix(one + "w2"),
+            )
+
         return PackedMoe(
             gate=get(name + "gate.weight").to(self._plain),
             bias=bias,
             bias_vl=bias_vl,
             tid2eid=tid2eid,
-            experts=self._placement.place(layer.index, experts, count),
+            experts=self._placement.place(layer.index, read, count, threads=source.threads),
             shared13=join([matrix(shared + "w1"), matrix(shared + "w3")]),
             shared2=matrix(shared + "w2"),
         )
@@ -474,7 +502,7 @@ def join(parts: Sequence[Matrix]) -> Matrix:
     """Put matrices of one input below each other, as they are stored if that can be."""
     first = parts[0]
     alike = all(p.kind == first.kind and p.block == first.block for p in parts)
-    if alike and first.kind == "fp8":
+    if alike and first.kind in ("fp8", "fp8_block"):
         alike = all(p.shape[0] % p.block == 0 for p in parts[:-1])
     if not alike:
         wide = any(p.kind == "plain" and p.data.dtype == torch.float32 for p in parts)
@@ -484,9 +512,17 @@ def join(parts: Sequence[Matrix]) -> Matrix:
         wide = any(p.data.dtype == torch.float32 for p in parts)
         dtype = torch.float32 if wide else torch.bfloat16
         return Matrix("plain", torch.cat([p.data.to(dtype) for p in parts]))
-    data = torch.cat([p.data.view(torch.uint8) for p in parts]).view(first.data.dtype)
-    scale = torch.cat([p.scale for p in parts if p.scale is not None])
-    return Matrix(first.kind, data, scale, first.block)
+    others = [p.tensors for p in parts[1:]]
+    return first.of(
+        {
+            name: on_bytes(_below, tensor, [other[name] for other in others])
+            for name, tensor in first.tensors.items()
+        }
+    )
+
+
+def _below(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor, *(other.view(tensor.dtype) for other in others)])
 
 
 def _spread(name: str, spec: TensorSpec, noise: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ resident or paged, so the same model runs larger than the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from engine.api import EngineError
 from engine.kernels import gqa
-from engine.kernels.formats import Matrix
+from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
-from engine.kernels.rows import Rows
-from engine.model.experts import Experts, Placement
+from engine.kernels.rows import Narrowing, Rows
+from engine.model.experts import Experts
+from engine.model.packed import join
+from engine.model.placement import FILLERS, Placement
+from engine.model.quantised import read_linear, repack_experts, repacker, stored_shapes
 from engine.qwen3_config import Qwen3Config
 
 
@@ -37,8 +41,16 @@ class QwenPool(Protocol):
 class QwenSource(Protocol):
     """Where weights come from, by the names of the official checkpoints."""
 
+    threads: int
+
     def get(self, name: str) -> Tensor:
         """Tensor of a name, on the device."""
+
+    def linear(self, name: str) -> Matrix:
+        """Matrix of a linear's name (without .weight), as stored."""
+
+    def on_host(self) -> QwenSource:
+        """As engine.model.packed.Source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +111,39 @@ class Qwen3Model:
         *_, (h, parts) = self._run(rows, pool)
         return self._logits(h, parts)
 
-    def prefill(self, rows: Rows, pool: QwenPool, logit_rows: Tensor) -> Iterator[Tensor | None]:
-        """Process chunks; yields None between layers, lastly float32 logits [L, V]."""
+    @property
+    def experts(self) -> tuple[Experts, ...]:
+        """Experts of each layer."""
+        return tuple(layer.experts for layer in self.layers)
+
+    @property
+    def gates(self) -> tuple[Tensor, ...]:
+        """Router [E, d] of each layer."""
+        return tuple(layer.gate for layer in self.layers)
+
+    def prefill(
+        self,
+        rows: Rows,
+        pool: QwenPool,
+        logit_rows: Tensor,
+        scored: Sequence[Tensor] = (),
+        narrowings: Sequence[Narrowing] = (),
+    ) -> Iterator[Tensor | None]:
+        """Process chunks; as FastModel.prefill, but that every layer processes every row.
+
+        Raises:
+            ValueError: layers are to process fewer rows.
+        """
+        if narrowings:
+            raise ValueError("every layer of this model processes every row")
         for state in self._run(rows, pool):  # noqa: B007 - the last one is needed
             yield None
-        h, parts = (t.index_select(0, logit_rows) for t in state)
-        yield self._logits(h, parts)
+        for wanted in (logit_rows, *scored):
+            h, parts = (t.index_select(0, wanted) for t in state)
+            if not len(wanted):
+                yield h.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+                continue
+            yield self._logits(h, parts)
 
     def _run(self, rows: Rows, pool: QwenPool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield residual [T, d] and the summands [T, P, d] still to be added, after each layer."""
@@ -152,13 +191,25 @@ class Qwen3Model:
         attn, mlp = name + "self_attn.", name + "mlp."
 
         def plain(*names: str) -> Matrix:
-            return Matrix("plain", torch.cat([self._cast(n + ".weight") for n in names]))
+            values = [dequantise(self._source.linear(n), self.dtype) for n in names]
+            return Matrix("plain", torch.cat(values))
 
         count = self.config.num_experts
-        experts = (
-            (plain(f"{one}gate_proj", f"{one}up_proj"), plain(f"{one}down_proj"))
-            for one in (f"{mlp}experts.{e}." for e in range(count))
-        )
+        paged = self._placement.is_paged(index)
+        source = self._source.on_host() if paged else self._source
+
+        def stored(name: str) -> Matrix:
+            found = source.linear(name)
+            if found.kind != "plain":
+                return found
+            return Matrix("plain", found.data.to(self.dtype))
+
+        def read(expert: int) -> tuple[Matrix, Matrix]:
+            one = f"{mlp}experts.{expert}."
+            return join([stored(one + "gate_proj"), stored(one + "up_proj")]), stored(
+                one + "down_proj"
+            )
+
         return QwenLayer(
             input_norm=self._cast(name + "input_layernorm.weight"),
             qkv=plain(attn + "q_proj", attn + "k_proj", attn + "v_proj"),
@@ -167,7 +218,7 @@ class Qwen3Model:
             out=plain(attn + "o_proj"),
             post_norm=self._cast(name + "post_attention_layernorm.weight"),
             gate=self._cast(mlp + "gate.weight"),
-            experts=self._placement.place(index, experts, count),
+            experts=self._placement.place(index, read, count, threads=source.threads),
         )
 
 
@@ -203,7 +254,7 @@ def tensor_shapes(c: Qwen3Config) -> dict[str, tuple[int, ...]]:
 
 
 class QwenCheckpoint:
-    """Weights of a folder of safetensors files in the official layout.
+    """Weights of a folder of safetensors files in the official layout, plain or quantised.
 
     Args:
         path: the folder.
@@ -211,33 +262,98 @@ class QwenCheckpoint:
         device: where tensors go.
 
     Raises:
-        EngineError: listing every missing, misshapen and unknown tensor.
+        EngineError: listing every missing, misshapen and unknown tensor, or experts whose stored
+            forms depend on each other.
     """
+
+    threads = FILLERS
 
     def __init__(self, path: Path, config: Qwen3Config, device: torch.device) -> None:
         self._device = device
-        self._files: dict[str, Path] = {}
-        wanted, problems = tensor_shapes(config), []
+        self._how = config.quantisation
+        self._files: dict[str, Any] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for file in sorted(path.glob("model*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
-                    self._files[name] = file
-                    shape = tuple(opened.get_slice(name).get_shape())
-                    if name not in wanted:
-                        problems.append(f"{name}: unknown, {list(shape)}")
-                    elif shape != wanted[name]:
-                        problems.append(f"{name}: expected {list(wanted[name])}, got {list(shape)}")
+            # Kept open: mapped, and its header is read once.
+            opened: Any = safe_open(file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
+                if not name.endswith(_UNREAD):
+                    self._files[name] = opened
+                    found[name] = tuple(opened.get_slice(name).get_shape())
+        wanted = self._wanted(config, found)
+        problems = [
+            f"{name}: unknown, {list(shape)}"
+            if name not in wanted
+            else f"{name}: expected {list(wanted[name])}, got {list(shape)}"
+            for name, shape in found.items()
+            if wanted.get(name) != shape
+        ]
         problems += [
-            f"{n}: missing, expected {list(s)}" for n, s in wanted.items() if n not in self._files
+            f"{n}: missing, expected {list(s)}" for n, s in wanted.items() if n not in found
         ]
         if problems:
             raise EngineError(f"{path}: " + "; ".join(problems))
+        self._prove(config)
+
+    def _wanted(
+        self, config: Qwen3Config, found: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes to expect; a linear that is not there as a plain one is there as quantised."""
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name, shape in tensor_shapes(config).items():
+            linear = name.removesuffix("weight")
+            how = self._how
+            if how is None or len(shape) != 2 or not self._is_quantised(linear, found):
+                wanted[name] = shape
+                continue
+            stored = stored_shapes(how, *shape)
+            # a scalar is stored as [] or [1]
+            wanted |= {linear + n: s or found.get(linear + n, ()) for n, s in stored.items()}
+        return wanted
+
+    def _is_quantised(self, linear: str, names: Iterable[str]) -> bool:
+        assert self._how is not None
+        return any(linear + n in names for n in stored_shapes(self._how, 8, 8) if n != "weight")
+
+    def _prove(self, config: Qwen3Config) -> None:
+        """Show for some experts that repacking one does not depend on others."""
+        if self._how is None or not self._how.method.startswith("int4"):
+            return
+        count = min(config.num_experts, 2 * _PROOF + 1)
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"model.layers.0.mlp.experts.{e}.{part}" for e in range(count)]
+            if self._is_quantised(names[0] + ".", self._files):
+                repack_experts(repacker(self._how), [self._raw(n) for n in names], chunk=_PROOF)
+
+    def on_host(self) -> QwenCheckpoint:
+        """Give tensors where the files are mapped."""
+        other = copy.copy(self)
+        other._device = torch.device("cpu")
+        return other
 
     def get(self, name: str) -> Tensor:
         """Read a tensor."""
-        with safe_open(self._files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
         return tensor.to(self._device)
+
+    def linear(self, name: str) -> Matrix:
+        """Read a linear, quantised or plain."""
+        if self._how is None or not self._is_quantised(name + ".", self._files):
+            return Matrix("plain", self.get(name + ".weight"))
+        found = read_linear(self._how, self._raw(name))
+        return found.of({n: t.to(self._device) for n, t in found.tensors.items()})
+
+    def _raw(self, name: str) -> dict[str, Tensor]:
+        assert self._how is not None
+        stored = stored_shapes(self._how, 8, 8)
+        return {n: self._files[f"{name}.{n}"].get_tensor(f"{name}.{n}") for n in stored}
+
+
+#: Tensors of quantised checkpoints that nobody here reads: order of columns (always that of the
+#: file), and scales of activations, which are not quantised.
+_UNREAD = (".g_idx", ".input_scale")
+#: Experts that are repacked together for the proof.
+_PROOF = 4
 
 
 class QwenRandom:
@@ -248,6 +364,8 @@ class QwenRandom:
         device: where tensors go.
         seed: of all draws.
     """
+
+    threads = 1
 
     def __init__(self, config: Qwen3Config, device: torch.device, seed: int = 0) -> None:
         self._shapes = tensor_shapes(config)
@@ -265,6 +383,14 @@ class QwenRandom:
             return 1 + 0.1 * noise
         return noise if name.endswith("embed_tokens.weight") else noise * shape[-1] ** -0.5
 
+    def linear(self, name: str) -> Matrix:
+        """Draw a plain linear."""
+        return Matrix("plain", self.get(name + ".weight"))
+
+    def on_host(self) -> QwenRandom:
+        """Itself, as engine.model.packed.RandomSource."""
+        return self
+
 
 def load_qwen3(
     path: Path | str,
@@ -274,6 +400,7 @@ def load_qwen3(
     dtype: torch.dtype = torch.bfloat16,
     max_model_len: int | None = None,
     slots: Mapping[int, int] | None = None,
+    host_bytes: int | None = None,
 ) -> Qwen3Model:
     """Load a checkpoint of the official layout.
 
@@ -284,6 +411,7 @@ def load_qwen3(
         dtype: of weights and activations.
         max_model_len: positions that will be used; the model's own context by default.
         slots: layer -> GPU slots of its experts, for layers whose experts are paged.
+        host_bytes: most host memory of their experts; the files serve what exceeds it.
 
     Raises:
         ConfigError: config.json cannot be served.
@@ -294,7 +422,7 @@ def load_qwen3(
     return Qwen3Model(
         config,
         QwenCheckpoint(path, config, where),
-        Placement(dict(slots or {}), device=where, pin=where.type == "cuda"),
+        Placement(slots, device=where, pin=where.type == "cuda", host_bytes=host_bytes),
         ops(kernels),
         max_model_len=max_model_len or config.max_position_embeddings,
         dtype=dtype,
@@ -315,7 +443,7 @@ def random_qwen3(
     return Qwen3Model(
         config,
         QwenRandom(config, where, seed),
-        Placement(dict(slots or {}), device=where, pin=where.type == "cuda"),
+        Placement(slots, device=where, pin=where.type == "cuda"),
         ops(kernels),
         max_model_len=max_model_len,
     )

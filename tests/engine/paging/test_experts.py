@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from engine.kernels.formats import Matrix
 from engine.kernels.ops import Ops, ops
 from engine.kernels.router import Routing
-from engine.model.experts import ExpertLayout, PagedExperts, Placement, ResidentExperts
+from engine.model.experts import ExpertLayout, PagedExperts, ResidentExperts
+from engine.model.placement import Placement
 from engine.model.quant import quantise_fp4, quantise_fp8
 from engine.plan.residency import Residency
 
@@ -49,7 +50,7 @@ def routing(table: Ops, rows: int, seed: int) -> tuple[torch.Tensor, Routing]:
 
 
 def paged(kind: str, slots: int) -> PagedExperts:
-    found = Placement({0: slots}, device=CPU, pin=False).place(0, iter(weights(kind)), E)
+    found = Placement({0: slots}, device=CPU, pin=False).place(0, weights(kind).__getitem__, E)
     assert isinstance(found, PagedExperts)
     return found
 
@@ -71,7 +72,7 @@ def test_parts_do_not_depend_on_slots_or_history(
 ) -> None:
     """Any K, any order of large and small passes: the same bits (J3, J5), slots true to the store (J4)."""
     table = ops("torch")
-    resident = Placement(device=CPU, pin=False).place(0, iter(weights(kind)), E)
+    resident = Placement(device=CPU, pin=False).place(0, weights(kind).__getitem__, E)
     other = paged(kind, slots)
     for rows, seed in passes:
         x, how = routing(table, rows, seed)
@@ -104,8 +105,7 @@ def test_layout_keeps_every_tensor_of_an_expert() -> None:
 
 def _forget_scales(experts: PagedExperts) -> None:
     """Slots take codes but keep the scales of whom they held before (c1, c2)."""
-    part = experts.layout._parts[0][1]
-    assert part is not None
+    part = experts.layout._parts[0]["scale"]
     kept = slice(part.offset, part.offset + part.nbytes)
     before = experts.slots[:, kept].clone()
     copy = experts._copy
@@ -147,7 +147,7 @@ def _one_wave_always(experts: PagedExperts) -> None:
 def test_faults_are_seen(fault) -> None:  # type: ignore[no-untyped-def]
     """Each planted fault changes what is computed, or is refused."""
     table = ops("torch")
-    resident = Placement(device=CPU, pin=False).place(0, iter(weights("fp8")), E)
+    resident = Placement(device=CPU, pin=False).place(0, weights("fp8").__getitem__, E)
     other = paged("fp8", 4)
     fault(other)
     differs = False
@@ -164,7 +164,7 @@ def test_shared_expert_counts_once() -> None:
     """With many waves the shared expert's part is that of one pass."""
     table, other = ops("torch"), paged("plain", 2)
     x, how = routing(table, 6, 5)
-    resident = Placement(device=CPU, pin=False).place(0, iter(weights("plain")), E)
+    resident = Placement(device=CPU, pin=False).place(0, weights("plain").__getitem__, E)
     assert len(other.read_residency().waves(range(E), 1)) == E
     assert torch.equal(run(other, x, how)[:, TOP_K], run(resident, x, how)[:, TOP_K])
     assert dataclasses.is_dataclass(how)
