@@ -19,13 +19,15 @@ from torch import Tensor
 from engine.kernels.formats import Matrix
 from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper, overlaps
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.triton_compat import cast, dot, tl, triton
+from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 
 #: Most rows this kernel takes; more are a matter of arithmetic (engine.kernels.gemm).
 MAX_ROWS = 64
 #: Programs an H200 has room for: three on each of its 132 processors.
 _PROGRAMS = 396
 _MAX_JOBS = 4
+#: Up to so many rows there is room for the programs of two kernels.
+OVERLAP_ROWS = 32
 #: Most shares of K that a kernel adds up; one compiled kernel serves any number of them.
 _MOST_SHARES = 8
 
@@ -106,6 +108,12 @@ def _power(byte):
 
 
 @triton.jit
+def _with(values, value):
+    """A tuple with one more value."""
+    return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
+
+
+@triton.jit
 def _scale_at(scale, n, k, N, K, BLOCK: tl.constexpr, BN: tl.constexpr):
     """Scales of columns n of the result at column k of the weight: a scalar, or [1, BN].
 
@@ -144,34 +152,45 @@ def _tile(
     """Sums over k in [first, last) for rows t0 ... and columns n0 ... : float32 [BT, BN]."""
     t = t0 + tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    # A step takes as many blocks of the weight as it has; each has a scale of its own.
+    SIDE: tl.constexpr = BLOCK if BLOCK > 0 and BLOCK < BK else BK
+    PIECES: tl.constexpr = BK // SIDE
+    k = tl.arange(0, SIDE)
     acc = tl.zeros((BT, BN), tl.float32)
     wide: tl.constexpr = (x.dtype.element_ty == tl.float32) | (w.dtype.element_ty == tl.float32)
     work: tl.constexpr = tl.float32 if wide else tl.bfloat16
-    if BLOCK > 0:
-        column = n0 if BN <= BLOCK else n[None, :]
-        factor = _scale_at(scale, column, first, N, K, BLOCK, BN)
+    quick: tl.constexpr = HOPPER and not wide
+    column = n0 if BLOCK > 0 and BN <= BLOCK else n[None, :]
+    factors = ()
+    for piece in tl.static_range(PIECES if BLOCK > 0 else 0):
+        factors = _with(factors, _scale_at(scale, column, first + piece * SIDE, N, K, BLOCK, BN))
     for k0 in tl.range(first, last, BK, num_stages=STAGES):
-        inside = (k0 + k) < last
-        rows = x + t[:, None] * stride + (k0 + k)[None, :]
-        columns = w + n[None, :].to(tl.int64) * K + (k0 + k)[:, None]
-        if EVEN:
-            a = tl.load(rows, mask=(t < T)[:, None], other=0.0)
-            b = tl.load(columns)
-        else:
-            a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
-            b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        if BLOCK > 0:
-            quick: tl.constexpr = HOPPER and not wide
-            b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
-            # The next block's scale is on its way while this block is multiplied.
-            later = _scale_at(scale, column, k0 + BK, N, K, BLOCK, BN)
-            products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
-            # What the codes lack, in two steps: neither they nor the scale may overflow.
-            acc += (products * 2.0**60 * (factor * 2.0**60)) if quick else products * factor
-            factor = later
-        else:
-            acc = dot(a.to(work), b.to(work), acc)
+        later = ()
+        for piece in tl.static_range(PIECES):
+            at = k0 + piece * SIDE + k
+            rows = x + t[:, None] * stride + at[None, :]
+            columns = w + n[None, :].to(tl.int64) * K + at[:, None]
+            if EVEN:
+                a = tl.load(rows, mask=(t < T)[:, None], other=0.0)
+                b = tl.load(columns)
+            else:
+                inside = at < last
+                a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
+                b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+            if BLOCK > 0:
+                b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
+                # The next step's scale is on its way while this block is multiplied.
+                ahead = _scale_at(scale, column, k0 + BK + piece * SIDE, N, K, BLOCK, BN)
+                later = _with(later, ahead)
+                products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
+                if quick:
+                    # What the codes lack, in two steps: neither they nor the scale may overflow.
+                    acc += products * 2.0**60 * (factors[piece] * 2.0**60)
+                else:
+                    acc += products * factors[piece]
+            else:
+                acc = dot(a.to(work), b.to(work), acc)
+        factors = later
     return acc
 
 
@@ -311,18 +330,18 @@ def choose(job: Job, share: float = 1.0) -> Config:
     rows = job.x.shape[0]
     bt, bn, stages, programs = 16, 128, 4, _PROGRAMS * share
     if job.w.kind == "fp8":
-        # A block's scale must not change within a step.
-        bk = min(128, job.w.block)
-        if bk < 128:
-            stages, programs = 10, 2 * programs
+        bk = 128
     else:
         bk = 128 // job.w.data.element_size()
         bn = 64 if rows <= 32 else 128
-    if rows > 32:
+    if rows > 32 and job.w.block != 32:
         # One tile of rows, so that weights are read and unpacked once; a program is twice as large.
         bt, bk, programs = 64, min(bk, 64), programs * 2 / 3
     elif rows > 16:
         bt, programs = 32, programs * 2 / 3
+    if torch.float32 in (job.x.dtype, job.w.data.dtype) and not INTERPRETED:
+        # Products in float32 are written out one by one: small tiles, for the compiler's sake.
+        bt, bn, bk, stages = 16, max(32, job.out_group), 32, 3
     if job.groups > 1:
         bn = min(bn, n // job.groups)
     tiles, steps = triton.cdiv(n, bn) * triton.cdiv(rows, bt), triton.cdiv(k, bk)
@@ -353,8 +372,9 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
     rows = jobs[0].x.shape[0]
     device = jobs[0].x.device
     counters = _counters(device)
+    overlap = overlaps(device) and rows <= OVERLAP_ROWS
     scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
-    used, large = 0, configs[0].bt == 64
+    used, large = 0, any(config.bt == 64 for config in configs)
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
         tiles = triton.cdiv(n, config.bn) * triton.cdiv(rows, config.bt)
@@ -388,13 +408,13 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         tuple(config.split for config in configs),
         tuple(shares),
         HOPPER=is_hopper(device),
-        OVERLAP=overlaps(device),
+        OVERLAP=overlap,
         MOST=_MOST_SHARES,
         FORMS=tuple(forms),
         TILES=tuple((c.bt, c.bn, c.bk, c.stages) for c in configs),
         num_warps=8 if large else 4,
         maxnreg=128 if large else None,
-        launch_pdl=overlaps(device),
+        launch_pdl=overlap,
     )
 
 

@@ -199,8 +199,8 @@ def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None)
         NORM=norm is not None,
         GROUP=act_group or 0,
         BLOCK=block,
-        OVERLAP=overlaps(x.device),
-        launch_pdl=overlaps(x.device),
+        OVERLAP=overlaps(x.device) and rows <= gemv.OVERLAP_ROWS,
+        launch_pdl=overlaps(x.device) and rows <= gemv.OVERLAP_ROWS,
         num_warps=4 if block <= 2048 else 8,
     )
     return out

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.mhc_kernel import SLOTS, mix_row, open_site, project_rows
+from engine.kernels.mhc_kernel import SLOTS, mix_row, open_site, project_rows, split_rows
 from engine.kernels.overlap import overlaps
 from engine.kernels.reference import rms_norm
 from engine.kernels.roundtrip import round_trip_fp8
@@ -215,6 +215,10 @@ def hc_head_torch(
 
 #: Programs that keep an H200 busy.
 _PROGRAMS = 264
+#: Up to so many rows there is room for the programs of two kernels.
+OVERLAP_ROWS = 32
+#: From more rows on, throughput counts and not the number of launches.
+_MANY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +245,14 @@ def tilings(rows: int, width: int) -> tuple[Tiling, ...]:
     """
     if rows <= 8:
         return (Tiling(1, 64, triton.cdiv(width, 64), 4),)
-    bt, bd = (16, 64) if rows <= 256 else (64, 32)
-    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, bt), width // 128))
-    return Tiling(1, 512, triton.cdiv(width, 512), 4), Tiling(bt, bd, splits, 4)
+    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, 16), width // 128))
+    return Tiling(1, 512, triton.cdiv(width, 512), 4), Tiling(16, 64, splits, 4)
+
+
+def _shares(width: int, cut: Tiling) -> tuple[int, int]:
+    """Places of d in a share, and how many shares there are."""
+    share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
+    return share, triton.cdiv(width, share)
 
 
 def _mixed(
@@ -252,7 +261,7 @@ def _mixed(
     fn: Tensor | None,
     cuts: tuple[Tiling, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Close a site, project onto the next one's logits, or both.
+    """Close a site, sum up for the next one's logits, or both.
 
     Args:
         streams: R [T, S, d], contiguous.
@@ -261,42 +270,21 @@ def _mixed(
         cuts: tilings of one kernel or two, by default those of `tilings`.
 
     Returns:
-        R', and sums [T, splits, SLOTS].
+        R', and sums [T, shares, SLOTS], which add up to fn . R' and in slot M to the squares of R'.
     """
-    cuts = cuts or tilings(streams.shape[0], streams.shape[2])
-    if len(cuts) == 2 and closing is not None:
-        streams, sums = _mix(streams, closing, None, cuts[0])
-        return (streams, sums) if fn is None else _mix(streams, None, fn, cuts[1])
-    return _mix(streams, closing, fn, cuts[-1])
-
-
-def _mix(
-    streams: Tensor,
-    closing: tuple[Tensor, Tensor, Tensor] | None,
-    fn: Tensor | None,
-    cut: Tiling,
-) -> tuple[Tensor, Tensor]:
     rows, count, width = streams.shape
-    share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
-    splits = triton.cdiv(width, share)
-    sums = torch.empty((rows, splits, SLOTS), dtype=torch.float32, device=streams.device)
-    overlap = overlaps(streams.device) and width % 4 == 0
-    common = {
-        "S": count,
-        "M": 0 if fn is None else fn.shape[0],
-        "SLOTS": SLOTS,
-        "BD": cut.bd,
-        "OVERLAP": overlap,
-        "launch_pdl": overlap,
-        "num_warps": cut.warps,
-    }
-    grid = triton.cdiv(rows, cut.bt), splits
-    if cut.bt > 1:
-        project_rows[grid](streams, fn, sums, rows, width, share, BT=cut.bt, **common)
-        return streams, sums
+    cuts = cuts or tilings(rows, width)
+    share, splits = _shares(width, cuts[0])
+    apart = len(cuts) == 2 and fn is not None
+    # So many rows are a product like any other, which cuBLAS does best.
+    pieces = apart and rows > _MANY and streams.dtype == torch.bfloat16
+    more = (3 if pieces else _shares(width, cuts[1])[1]) if apart else 0
+    shape = rows, splits + more, SLOTS
+    sums = torch.empty(shape, dtype=torch.float32, device=streams.device)
     out = streams if closing is None else torch.empty_like(streams)
     parts, post, comb = closing or (streams, streams, streams)
-    mix_row[grid](
+    overlap = _overlaps(streams)
+    mix_row[(rows, splits)](
         streams,
         parts,
         post,
@@ -307,10 +295,60 @@ def _mix(
         rows,
         width,
         share,
+        splits + more,
+        S=count,
         P=0 if closing is None else parts.shape[1],
-        **common,
+        M=0 if fn is None else fn.shape[0],
+        PROJECT=fn is not None and not apart,
+        SLOTS=SLOTS,
+        BD=cuts[0].bd,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
+        num_warps=cuts[0].warps,
     )
+    if fn is not None and pieces:
+        sums[:, splits:] = _project_many(out, fn)
+    elif fn is not None and apart:
+        share, _ = _shares(width, cuts[1])
+        project_rows[(triton.cdiv(rows, cuts[1].bt), more)](
+            out,
+            fn,
+            sums,
+            rows,
+            width,
+            share,
+            splits + more,
+            splits,
+            S=count,
+            M=fn.shape[0],
+            SLOTS=SLOTS,
+            BT=cuts[1].bt,
+            BD=cuts[1].bd,
+            OVERLAP=overlap,
+            launch_pdl=overlap,
+            num_warps=cuts[1].warps,
+        )
     return out, sums
+
+
+def _overlaps(streams: Tensor) -> bool:
+    """Whether kernels overlap on these streams."""
+    return overlaps(streams.device) and len(streams) <= OVERLAP_ROWS and streams.shape[2] % 4 == 0
+
+
+def _project_many(streams: Tensor, fn: Tensor) -> Tensor:
+    """Give fn . R of bfloat16 streams with float32's precision, as three summands [T, 3, SLOTS]."""
+    count, width = fn.shape
+    pieces = torch.empty((3 * SLOTS, width), dtype=torch.bfloat16, device=fn.device)
+    split_rows[(SLOTS, triton.cdiv(width, 1024))](
+        fn, pieces, width, M=count, SLOTS=SLOTS, BLOCK=1024
+    )
+    z = streams.flatten(1)
+    if z.is_cuda:
+        found = torch.mm(z, pieces.t(), out_dtype=torch.float32)
+    else:
+        found = z.float() @ pieces.float().t()
+    return found.view(-1, 3, SLOTS)
 
 
 def _opened(
@@ -332,41 +370,52 @@ def _opened(
     xq = x if act_group is None else torch.empty_like(x)
     gates = torch.empty((2, rows, count), dtype=torch.float32, device=device)
     comb = torch.empty((rows, count, count), dtype=torch.float32, device=device)
-    # As many rows' coefficients per program as their shares fit its registers.
-    splits = sums.shape[1]
-    tile = max(1, min(128, 128 // triton.next_power_of_2(splits), triton.next_power_of_2(rows)))
     logits = torch.empty((rows, SLOTS), dtype=torch.float32, device=device)
+    shares = sums.shape[1]
+    # As many rows' coefficients per program as their shares fit its registers.
+    tile = max(1, min(128, 128 // triton.next_power_of_2(shares), triton.next_power_of_2(rows)))
     others = triton.cdiv(rows, tile) if iterations else 0
     block = triton.next_power_of_2(width)
-    open_site[(rows + others,)](
-        streams,
-        gates if carried is None else carried,
-        sums,
-        gates if base is None else base,
-        norm,
-        x,
-        xq,
-        logits,
-        gates[0],
-        gates[1],
-        comb,
-        rows,
-        width,
-        eps,
-        hc_eps,
-        OWN=carried is None,
-        GROUP=act_group or 0,
-        S=count,
-        M=count * (count + 2) if iterations else count,
-        SLOTS=SLOTS,
-        SPLITS=splits,
-        ITERATIONS=iterations,
-        R=tile,
-        BLOCK=block,
-        OVERLAP=overlaps(device),
-        launch_pdl=overlaps(device),
-        num_warps=8 if block >= 2048 else 4,
-    )
+
+    def run(inputs: int, others: int, weights: Tensor | None) -> None:
+        overlap = _overlaps(streams)
+        open_site[(inputs + others,)](
+            streams,
+            gates if weights is None else weights,
+            sums,
+            gates if base is None else base,
+            norm,
+            x,
+            xq,
+            logits,
+            gates[0],
+            gates[1],
+            comb,
+            inputs,
+            rows,
+            width,
+            eps,
+            hc_eps,
+            OWN=weights is None,
+            GROUP=act_group or 0,
+            S=count,
+            M=count * (count + 2) if iterations else count,
+            SLOTS=SLOTS,
+            SPLITS=shares,
+            ITERATIONS=iterations,
+            R=tile,
+            BLOCK=block,
+            OVERLAP=overlap,
+            launch_pdl=overlap,
+            num_warps=8 if block >= 2048 else 4,
+        )
+
+    if carried is None and iterations and rows > _MANY:
+        # Every row's program would work out its weights; so many rows are worth a launch for them.
+        run(0, others, gates[0])
+        run(rows, 0, gates[0])
+    else:
+        run(rows, others, carried)
     return HcIn(x, xq, gates[0], gates[1], comb)
 
 
@@ -417,7 +466,7 @@ def hc_turn_triton(
     iterations: int,
     act_group: int | None,
 ) -> tuple[Tensor, HcIn]:
-    """`hc_turn_torch` in two kernels, in three from nine rows on."""
+    """`hc_turn_torch` in two kernels for a few rows, in more where there are more."""
     mixed, sums = _mixed(streams, (parts, post, comb), fn)
     opened = _opened(
         mixed,

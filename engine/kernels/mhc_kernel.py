@@ -95,7 +95,7 @@ def _close(streams, parts, post, comb, out, row, d, D, S: tl.constexpr, P: tl.co
     return new
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "shares"])
 def mix_row(
     streams,
     parts,
@@ -107,27 +107,30 @@ def mix_row(
     T,
     D,
     share,
+    shares,
     S: tl.constexpr,
     P: tl.constexpr,
     M: tl.constexpr,
+    PROJECT: tl.constexpr,
     SLOTS: tl.constexpr,
     BD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Close a site (P > 0 summands) and project the streams (M > 0 logits): one row, a share of d.
+    """Close a site (P > 0 summands) and, where M > 0, sum up over a share of one row's d.
 
-    sums [T, shares, SLOTS]: this share's fn . R in slots 0 .. M - 1 and its sum of squares in M.
+    sums [T, shares, SLOTS]: fn . R in slots 0 .. M - 1 (0 unless PROJECT), the sum of squares in M.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
+    _begin(fn, split * share, share, D, S, M if PROJECT else 0, SLOTS, OVERLAP)
     slot = tl.arange(0, SLOTS)
     acc = tl.zeros((SLOTS, BD), tl.float32)
+    squares = tl.zeros((BD,), tl.float32)
     for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
         d = d0 + tl.arange(0, BD)
         inside = d < D
         lines = ()
-        if M > 0:
+        if PROJECT:
             for j in tl.static_range(S):
                 places = fn + slot[:, None] * S * D + j * D + d[None, :]
                 mask = (slot < M)[:, None] & inside[None, :]
@@ -140,15 +143,21 @@ def mix_row(
             else:
                 stream = tl.load(streams + (row * S + j) * D + d, mask=inside, other=0.0)
                 stream = stream.to(tl.float32)
-            # Slot M is the sum of squares: the stream times itself.
-            line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
-            acc += line * stream[None, :]
+            if PROJECT:
+                # Slot M is the sum of squares: the stream times itself.
+                line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
+                acc += line * stream[None, :]
+            else:
+                squares += stream * stream
     if M > 0:
-        places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot
-        tl.store(places, tl.sum(acc, axis=1))
+        if PROJECT:
+            result = tl.sum(acc, axis=1)
+        else:
+            result = tl.where(slot == M, tl.sum(squares), 0.0)
+        tl.store(sums + (row * shares + split) * SLOTS + slot, result)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "shares", "behind"])
 def project_rows(
     streams,
     fn,
@@ -156,6 +165,8 @@ def project_rows(
     T,
     D,
     share,
+    shares,
+    behind,
     S: tl.constexpr,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -163,27 +174,35 @@ def project_rows(
     BD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The projection of `mix_row` for BT rows, which share what is read of fn."""
+    """Sum up fn . R of BT rows, in the shares of sums from `behind` on; they share what is read of fn."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     split = tl.program_id(1)
     _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
     row = t.to(tl.int64)[:, None]
     slot = tl.arange(0, SLOTS)
     acc = tl.zeros((BT, SLOTS), tl.float32)
-    squares = tl.zeros((BT,), tl.float32)
     for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
         d = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < D)[None, :]
         for j in tl.static_range(S):
             a = tl.load(streams + (row * S + j) * D + d[None, :], mask=inside, other=0.0)
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
             places = fn + slot[None, :] * S * D + j * D + d[:, None]
             b = tl.load(places, mask=(slot < M)[None, :] & (d < D)[:, None], other=0.0)
             acc = _dot_fine(acc, a, b)
-    result = tl.where((slot == M)[None, :], squares[:, None], acc)
-    places = sums + (row * tl.num_programs(1) + split) * SLOTS + slot[None, :]
-    tl.store(places, result, mask=(t < T)[:, None])
+    places = sums + (row * shares + behind + split) * SLOTS + slot[None, :]
+    tl.store(places, acc, mask=(t < T)[:, None])
+
+
+@triton.jit
+def split_rows(fn, out, N, M: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Three bfloat16 pieces of fn [M, N]: out [3, SLOTS, N], the largest first, zeros from M on."""
+    slot = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(fn + slot * N + n, mask=n < tl.where(slot < M, N, 0), other=0.0)
+    for piece in tl.static_range(3):
+        part = cast(value, tl.bfloat16)
+        tl.store(out + (piece * SLOTS + slot) * N + n, part, mask=n < N)
+        value -= part.to(tl.float32)
 
 
 @triton.jit
@@ -370,7 +389,7 @@ def _input(
         tl.store(xq + row * D + d, cast(tl.reshape(rounded, (BLOCK,)), dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "inputs"])
 def open_site(
     streams,
     carried,
@@ -383,6 +402,7 @@ def open_site(
     pre,
     post,
     comb,
+    inputs,
     T,
     D,
     eps,
@@ -398,17 +418,17 @@ def open_site(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs 0 .. T - 1 make one row's input each; the rest, if any, R rows' coefficients each."""
+    """The first `inputs` programs make one row's input each; others R rows' coefficients each."""
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     program = tl.program_id(0)
-    if program < T:
+    if program < inputs:
         _input(
             streams, carried, sums, base, norm, x, xq, program, D, eps, hc_eps,
             OWN, GROUP, S, M, SLOTS, SPLITS, BLOCK,
         )  # fmt: skip
     elif ITERATIONS > 0:
         _coefficients(
-            sums, base, logits, pre, post, comb, (program - T) * R + tl.arange(0, R), T, D,
+            sums, base, logits, pre, post, comb, (program - inputs) * R + tl.arange(0, R), T, D,
             eps, hc_eps, S, M, SLOTS, SPLITS, ITERATIONS,
         )  # fmt: skip

@@ -174,6 +174,20 @@ def test_heads_equal_their_twins(rows, width, dtype):
         torch.testing.assert_close(got, twin, atol=1e-5, rtol=step)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_rows_equal_their_twins(dtype, monkeypatch):
+    """What a prompt's rows take, a product of split weights and weights made first, differs."""
+    monkeypatch.setattr(mhc, "_MANY", 8)
+    s = site(19, 160, dtype)
+    mixed, got = mhc.hc_turn_triton(*closing(s), *weights(s), None, act_group=32, **MIXING)
+    agree(got, mhc.hc_in_torch(mixed, *weights(s), None, act_group=32, **MIXING), dtype)
+    kinds = {"eps": 1e-6, "hc_eps": 1e-6}
+    head = s["streams"], s["fn"][:STREAMS], s["base"][:STREAMS], s["norm"], None
+    step = 1e-5 if dtype == torch.float32 else 2.0**-7
+    both = mhc.hc_head_triton(*head, **kinds), mhc.hc_head_torch(*head, **kinds)
+    torch.testing.assert_close(*both, atol=1e-5, rtol=step)
+
+
 def test_equal_and_zero_streams_stay_finite():
     """Rows of zeros, or of equal streams as after the embedding, give NaN under V4.1's eps."""
     s = site(3, 96, torch.bfloat16)
