@@ -45,6 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--host-gb", type=float, metavar="Y", help="instead of the container's limit")
     plan.add_argument("--context", type=int, metavar="N", help="tokens; the model's own by default")
     plan.add_argument("--concurrency", type=int, metavar="M", help="requests at once")
+    audit = commands.add_parser("audit", help="measure what each part of the engine gains here")
+    audit.add_argument("--model", type=Path, metavar="DIR", default=TINY_CHECKPOINT)
+    audit.add_argument("--lengths", default="128,512", help="prompt tokens, comma-separated")
+    audit.add_argument("--concurrency", default="1,4", help="requests at once, comma-separated")
+    audit.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each request")
+    audit.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up")
+    audit.add_argument("--out", type=Path, default=Path("audit"), help="folder of the report")
+    audit.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    audit.add_argument(
+        "--context", type=int, metavar="N", help="tokens; the model's own by default"
+    )
     try:
         args = parser.parse_args(argv)
     except SystemExit as done:  # argparse exits by itself, with 0 for --help
@@ -56,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _inspect(args.dir)
         if args.command == "plan":
             return _plan(args)
+        if args.command == "audit":
+            return _audit(args)
         return _convert(args.source, args.target, args.architecture, args.config)
     except (EngineError, OSError, ValueError) as error:
         print(f"bathyal engine {args.command}: {error}", file=sys.stderr)
@@ -73,6 +86,32 @@ def _verify(folder: Path, atol: float | None) -> int:
         verdict = "ok" if d.ok else "DIFFERS"
         print(f"{d.output} max_abs_diff={d.max_abs_diff:.3e} atol={d.atol:.1e} {verdict}")
     return 0 if all(d.ok for d in differences) else 1
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from engine.audit import Load, audit, write_report
+
+    load = Load(
+        lengths=_numbers("--lengths", args.lengths),
+        concurrency=_numbers("--concurrency", args.concurrency),
+        new_tokens=args.new_tokens,
+        repeats=args.repeats,
+    )
+    options = EngineConfig(device=args.device, max_model_len=args.context)
+    report = write_report(audit(args.model, options, load), args.out)
+    print(f"wrote {report}")
+    return 0
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Read comma-separated positive numbers."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ValueError(f"{flag}: expected positive numbers with commas between, got {text!r}")
+    return found
 
 
 def _convert(source: Path, target: Path, architecture: str, config_name: str) -> int:

@@ -192,6 +192,17 @@ def _finish(acc, out, target, weight, column, count, limit, SECOND: tl.constexpr
         tl.store(out + target[None, :] + column[:, None], cast(hidden, out.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _chunk(acc, w_at, x_at, word, xs, BN: tl.constexpr):
+    """Add 64 columns of FP4 weights; `word` has the scales of their two groups in its low bytes."""
+    low, high = _codes_of_nibbles(tl.load(w_at))
+    part = _dot(low, tl.load(x_at), tl.zeros((BN, 16), tl.float32))
+    part = _dot(high, tl.load(x_at + 512), part)
+    first = (tl.arange(0, 16) < 8)[None, :]
+    low_scale, high_scale = _power(word & 255)[:, None], _power((word >> 8) & 255)[:, None]
+    return acc + part * (tl.where(first, low_scale, high_scale) * xs[None, :])
+
+
 @triton.jit(do_not_specialize=["T", "routed"])  # one kernel for all batches
 def _product_kernel(
     data, scale, data_apart, scale_apart, shared_data, shared_scale, pairs, scales, shared,
@@ -237,21 +248,26 @@ def _product_kernel(
         if FP4:
             k = tl.arange(0, 32)
             w_at = data + row[:, None] * (K // 2) + k[None, :]
-            s_at = scale + row * (K // 32)
+            s_at = scale.to(tl.pointer_type(tl.int64)) + row * (K // 256)
             base = pairs + tile.to(tl.int64) * (32 * K // 2 * 2)
             x_at = base + col[None, :] * 32 + k[:, None]
             xs_at = scales + tile * (K // 4) + col
-            for chunk in tl.range(0, K // 64, num_stages=STAGES):
-                w = tl.load(w_at + chunk * 32)
-                even = tl.load(x_at + chunk * 1024)
-                odd = tl.load(x_at + chunk * 1024 + 512)
-                s0 = _power(tl.load(s_at + chunk * 2))
-                s1 = _power(tl.load(s_at + chunk * 2 + 1))
-                xs = tl.load(xs_at + chunk * 16)
-                low, high = _codes_of_nibbles(w)
-                part = _dot(low, even, tl.zeros((BN, 16), tl.float32))
-                part = _dot(high, odd, part)
-                acc += part * (tl.where((col < 8)[None, :], s0[:, None], s1[:, None]) * xs[None, :])
+            # Narrow loads are not pipelined, so those of a step are made one step ahead.
+            word = tl.load(s_at)
+            xs0, xs1 = tl.load(xs_at), tl.load(xs_at + 16)
+            xs2, xs3 = tl.load(xs_at + 32), tl.load(xs_at + 48)
+            for step in tl.range(0, K // 256, num_stages=STAGES):
+                following = tl.minimum(step + 1, K // 256 - 1)
+                word_ahead = tl.load(s_at + following)
+                xs_ahead = xs_at + following * 64
+                ahead0, ahead1 = tl.load(xs_ahead), tl.load(xs_ahead + 16)
+                ahead2, ahead3 = tl.load(xs_ahead + 32), tl.load(xs_ahead + 48)
+                acc = _chunk(acc, w_at + step * 128, x_at + step * 4096, word, xs0, BN)
+                acc = _chunk(acc, w_at + step * 128 + 32, x_at + step * 4096 + 1024, word >> 16, xs1, BN)
+                acc = _chunk(acc, w_at + step * 128 + 64, x_at + step * 4096 + 2048, word >> 32, xs2, BN)
+                acc = _chunk(acc, w_at + step * 128 + 96, x_at + step * 4096 + 3072, word >> 48, xs3, BN)
+                word = word_ahead
+                xs0, xs1, xs2, xs3 = ahead0, ahead1, ahead2, ahead3
             acc = acc * _CODE_SCALE
         else:
             acc = _fp8_loop(
@@ -274,13 +290,16 @@ def _fp8_loop(
     s_at = scale + row // BLOCK * ((K + BLOCK - 1) // BLOCK)
     x_at = codes + tile.to(tl.int64) * (16 * K) + col[None, :] * GROUP + k[:, None]
     xs_at = scales + tile * (16 * (K // GROUP)) + col
+    byte, xs = tl.load(s_at), tl.load(xs_at)
     for group in tl.range(0, K // GROUP, num_stages=STAGES):
+        following = tl.minimum(group + 1, K // GROUP - 1)
+        byte_ahead = tl.load(s_at + following * GROUP // BLOCK)
+        xs_ahead = tl.load(xs_at + following * 16)
         w = tl.load(w_at + group * GROUP)
         x = tl.load(x_at + group * (16 * GROUP))
-        s = _power(tl.load(s_at + group * GROUP // BLOCK))
-        xs = tl.load(xs_at + group * 16)
         part = _dot(w, x, tl.zeros((BN, 16), tl.float32))
-        acc += part * (s[:, None] * xs[None, :])
+        acc += part * (_power(byte)[:, None] * xs[None, :])
+        byte, xs = byte_ahead, xs_ahead
     return acc
 
 
@@ -343,9 +362,12 @@ def can_tile(x: Tensor, act_group: int | None, *weights: Matrix) -> bool:
         and act_group is not None
         and all(
             w.kind in ("fp4", "fp8")
-            and w.shape[-1] % 128 == 0
+            and w.shape[-1] % (256 if w.kind == "fp4" else 128) == 0
             and w.shape[-2] % 128 == 0
             and (w.kind == "fp4" or w.block % act_group == 0)
+            and w.scale is not None
+            and w.scale.data_ptr() % 8 == 0
+            and (w.scale.dim() == 2 or w.scale.stride(0) % 8 == 0)
             for w in weights
         )
     )

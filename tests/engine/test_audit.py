@@ -1,0 +1,67 @@
+"""The audit on the CPU: every switch is measured, and the report says what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from engine.api import EngineError
+from engine.audit import Load, audit, variants, write_report
+from engine.cli import main
+from engine.options import EngineConfig
+from tests.engine.model import build
+
+LOAD = Load(lengths=(20,), concurrency=(2,), new_tokens=3, repeats=1)
+OPTIONS = EngineConfig(device="cpu", max_num_seqs=4, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build.write(Path(tmp_path_factory.mktemp("v41")), build.v41())
+
+
+def test_each_variant_turns_one_switch() -> None:
+    """A variant differs from the configured engine in exactly one option."""
+    for has_tail in (False, True):
+        found = variants(OPTIONS, has_tail=has_tail)
+        assert found.pop("as configured") == OPTIONS
+        assert len(found) == (4 if has_tail else 2)
+        for options in found.values():
+            changed = [f for f in OPTIONS.__slots__ if getattr(options, f) != getattr(OPTIONS, f)]
+            assert len(changed) == 1
+
+
+def test_report_has_every_variant(checkpoint: Path, tmp_path: Path) -> None:
+    """Tables, plots and numbers of all variants; replay's approximation shows, the cache's rounding too."""
+    result = audit(checkpoint, OPTIONS, LOAD, say=lambda line: None)
+    report = write_report(result, tmp_path / "out").read_text()
+    names = variants(OPTIONS, has_tail=True)
+    for name in names:
+        assert f"| {name} |" in report
+        rows = [r for r in result["rows"] if r["variant"] == name]
+        assert [r["kind"] for r in rows] == ["cold", "warm"]
+        assert all(r["ttft_ms"] > 0 and r["tok_s"] > 0 for r in rows)
+    assert result["skipped"] == {}
+    assert result["logprobs"]["prefix cache off"]["max"] < 1e-4
+    assert result["logprobs"]["prefill exact"]["max"] < 1e-4
+    saved = orjson.loads((tmp_path / "out" / "audit.json").read_bytes())
+    assert len(saved["rows"]) == 2 * len(names)
+    for plot in ("ttft_ms", "itl_ms", "tok_s"):
+        svg = (tmp_path / "out" / f"{plot}.svg").read_text()
+        assert svg.count("<rect") == 2 * len(names)
+
+
+def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
+    """Prompts beyond the context and more requests than slots are named with what there is."""
+    with pytest.raises(EngineError, match="needs 1035, the context is 1024"):
+        audit(checkpoint, OPTIONS, Load((1000,), (1,), 3, 1))
+    with pytest.raises(EngineError, match="expected at most max_num_seqs 4, got 5"):
+        audit(checkpoint, OPTIONS, Load((20,), (5,), 3, 1))
+
+
+def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers that are none exit with 2 and the flag's name."""
+    assert main(["audit", "--lengths", "12,x"]) == 2
+    assert "--lengths: expected positive numbers" in capsys.readouterr().err
