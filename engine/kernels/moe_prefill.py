@@ -46,8 +46,8 @@ _FP8_ASM = tl.constexpr(
 
 @triton.jit
 def _power(scale, BIAS: tl.constexpr):
-    """2 ** (byte - 127 + BIAS), float32 of uint8."""
-    return ((scale.to(tl.int32) + BIAS) << 23).to(tl.float32, bitcast=True)
+    """2 ** (byte - 127 + BIAS), float32 of int32."""
+    return ((scale + BIAS) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _spread(scale, TIMES: tl.constexpr):
 
 @triton.jit
 def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
-    """Dequantise a tile of codes [M, N] uint8 with as many scales; FP4: low and high halves.
+    """Dequantise a tile of codes [M, N] uint8 with int32 scale bytes; FP4: low and high halves.
 
     bfloat16 comes out times 2**-16, which keeps the factors finite.
     """
@@ -110,6 +110,27 @@ def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
 
 
 @triton.jit
+def _scales(scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+            KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Scale bytes of rows [M] at the BK columns of a step, int32: [M, BK / BLOCK], at least 1."""
+    grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
+    tall: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that do
+    groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    column = tl.arange(0, BK // grain)[None, :]
+    first = step * BK // BLOCK
+    if EVEN:
+        # As words: narrower loads would not come through the pipeline, but be waited for.
+        at = rows // tall * groups + first
+        word = tl.load(scale.to(tl.pointer_type(tl.int32)) + (at >> 2))
+        values = (word[:, None] >> (((at & 3)[:, None] + column) << 3)) & 0xFF
+    else:
+        at = rows[:, None] // tall * groups + first + column
+        mask = (rows < N)[:, None] & (first + column < groups)
+        values = tl.load(scale + at, mask=mask, other=127).to(tl.int32)
+    return values
+
+
+@triton.jit
 def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
              KIND: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
              EVEN: tl.constexpr):  # fmt: skip
@@ -123,15 +144,8 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
     if KIND == "plain":
         values = codes
     else:
-        grain: tl.constexpr = BLOCK if BLOCK < BK else BK  # columns that share a scale here
-        group = step * BK // BLOCK + tl.arange(0, BK // grain)
-        groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        tall: tl.constexpr = 1 if KIND == "fp4" else BLOCK  # rows that share it
-        where = scale + rows[:, None] // tall * groups + group[None, :]
-        if EVEN:
-            scales = tl.load(where)
-        else:
-            scales = tl.load(where, mask=valid & (group < groups)[None, :], other=127)
+        scales = _scales(scale, rows, step, N, K, BK, KIND, BLOCK, EVEN)
+        grain: tl.constexpr = BLOCK if BLOCK < BK else BK
         values, high = _unpack(codes, _spread(scales, grain // per), DTYPE, KIND == "fp4")
         if KIND == "fp4":
             values = tl.reshape(tl.join(values, high), (rows.shape[0], BK))
@@ -273,6 +287,7 @@ def _product(
     """One launch: source [.., K] into out [.., WIDTH]."""
     rows, choices = routing.experts.shape
     n, k = w.shape[-2:]
+    whole = w.scale is None or (w.scale.data_ptr() % 4 == 0 and w.scale.stride(0) % 4 == 0)
     bm, bk, options = _tiling(source, None if second else act_group)
     bn = max(16, tile_pairs(rows))
     blocks = triton.cdiv(n, 2 * bm)
@@ -305,7 +320,7 @@ def _product(
         KIND=w.kind,
         BLOCK=w.block,
         ROUND=0 if second else act_group or 0,
-        EVEN=n % (2 * bm) == 0 and k % bk == 0,
+        EVEN=whole and n % (2 * bm) == 0 and k % 128 == 0,
         **options,
     )
 
