@@ -33,10 +33,19 @@ def exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.fixture(scope="module", params=["v41", "v4"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config: dict[str, Any] = getattr(build, request.param)(**SIZES)
-    return build.write(tmp_path_factory.mktemp(request.param) / "model", config, seed=11)
+#: The twins come first: they need no compilation and show what is wrong with graphs and streams.
+MODES = [("v41", "torch"), ("v4", "torch"), ("v41", "triton"), ("v4", "triton")]
+
+
+@pytest.fixture(scope="module", params=MODES, ids="-".join)
+def mode(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mode: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config: dict[str, Any] = getattr(build, mode[0])(**SIZES)
+    return build.write(tmp_path_factory.mktemp("gpu") / "model", config, seed=11)
 
 
 def make(path: Path, **changes: Any) -> EngineCore:
@@ -44,9 +53,9 @@ def make(path: Path, **changes: Any) -> EngineCore:
         "device": "cuda",
         "dtype": "float32",
         "block_size": 16,
-        "num_blocks": 300,
-        "max_num_seqs": 64,
-        "max_batched_tokens": 200,
+        "num_blocks": 100,
+        "max_num_seqs": 8,  # kernels are compiled for every batch size, and time is short
+        "max_batched_tokens": 40,
         "max_snapshots": 20,
         "max_model_len": 256,
     }
@@ -54,9 +63,9 @@ def make(path: Path, **changes: Any) -> EngineCore:
 
 
 @pytest.fixture(scope="module")
-def core(checkpoint: Path) -> EngineCore:
+def core(checkpoint: Path, mode: tuple[str, str]) -> EngineCore:
     """One engine for all tests of a model: kernels take their time to compile."""
-    return make(checkpoint)
+    return make(checkpoint, kernels=mode[1])
 
 
 def runner_of(core: EngineCore) -> FastRunner:
@@ -76,12 +85,13 @@ def test_gpu_equals_the_reference_on_the_cpu(core: EngineCore, checkpoint: Path)
     assert same(run(core, load), run(cpu, load), load, atol=2e-3)
 
 
-def test_every_bucket_runs_fused_kernels(core: EngineCore) -> None:
-    """Each captured batch size runs the same kernels, and none is left to plain torch."""
+def test_every_bucket_runs_the_same_kernels(core: EngineCore, mode: tuple[str, str]) -> None:
+    """Each captured batch size runs the same fused kernels, the twins' none."""
     kernels = [captured.kernels for captured in runner_of(core).graphs.captured]
 
-    assert len(kernels) == 9
-    assert all(used == kernels[0] and {"attend", "moe", "sample"} <= used for used in kernels)
+    assert len(kernels) == 4
+    assert all(used == kernels[0] for used in kernels)
+    assert ({"attend", "moe", "sample"} <= kernels[0]) == (mode[1] == "triton")
     for captured in runner_of(core).graphs.captured:
         print(captured)
 
@@ -89,9 +99,9 @@ def test_every_bucket_runs_fused_kernels(core: EngineCore) -> None:
 def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
     """From one state, a replayed step leaves the same bits as the step run launch by launch."""
     runner, draw = runner_of(core), random.Random(1)
-    for number in range(30):
+    for number in range(8):
         ids = tuple(draw.randrange(288) for _ in range(draw.randint(1, 60)))
-        sampling = SamplingParams(60, temperature=number % 2, top_p=0.9, seed=number)
+        sampling = SamplingParams(90, temperature=number % 2, top_p=0.9, seed=number)
         core.submit(GenerateRequest(str(number), ids, sampling))
     for _ in range(20):
         core.step()
@@ -112,7 +122,7 @@ def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
             assert not differing, (bucket, differing)
             assert not torch.equal(start["ids"], called["ids"])
     runner._forget()
-    for number in range(30):
+    for number in range(8):
         core.abort(str(number))
 
 
@@ -156,7 +166,7 @@ def test_a_thousand_requests(core: EngineCore) -> None:
             assert got[request.id].reason is FinishReason.LENGTH
             assert len(got[request.id].tokens) == request.sampling.max_tokens
     core._scheduler.prefix.clear()
-    assert core._scheduler.blocks.num_free == 300
+    assert core._scheduler.blocks.num_free == 100
     assert torch.cuda.memory_allocated() < before + 64e6, "nothing piles up"
 
 
