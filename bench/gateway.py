@@ -363,7 +363,10 @@ def main() -> None:
         figure |= {"bench": "gateway", "load_average_before": round(load_before, 1)}
         print(orjson.dumps(figure).decode())
     if not quick:
-        rows.write_rows("gateway", rows.make_rows(MODULE, "cpu", figures))
+        made = rows.make_rows(MODULE, "cpu", figures)
+        for row in made:  # where somebody keeps other gateways says nothing
+            row["command"] = row["command"].replace(str(arguments.others), "DIR")
+        rows.write_rows("gateway", made)
 
 
 if __name__ == "__main__":

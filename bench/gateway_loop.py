@@ -74,7 +74,6 @@ class Watch:
     longest_cpu: float = 0.0
     longest_wall: float = 0.0
     long: int = 0
-    worst: str = ""
 
 
 @contextmanager
@@ -90,8 +89,7 @@ def watched() -> Iterator[Watch]:
         watch.callbacks += 1
         watch.long += taken > LIMIT_SECONDS
         watch.longest_wall = max(watch.longest_wall, time.perf_counter() - wall)
-        if taken > watch.longest_cpu:
-            watch.longest_cpu, watch.worst = taken, repr(handle)
+        watch.longest_cpu = max(watch.longest_cpu, taken)
 
     asyncio.events.Handle._run = timed  # type: ignore[method-assign]
     try:
@@ -250,7 +248,6 @@ async def measure(folder: Path) -> list[dict[str, Any]]:
                     "longest_cpu_ms": round(watch.longest_cpu * 1000, 2),
                     "longest_wall_ms": round(watch.longest_wall * 1000, 2),
                     "over_5_ms_cpu": watch.long,
-                    "worst": watch.worst,
                 }
             )
             print({k: v for k, v in found[-1].items() if k not in ("bench",)}, flush=True)
