@@ -115,6 +115,24 @@ def test_steps_are_launched_ahead(small: Models) -> None:
     assert runner.num_wasted == 0
 
 
+def test_the_warm_up_touches_nothing_of_anybody(models: Models) -> None:
+    """Prompts that belong to nobody write the dummy slot and block, which stay finite, and no more."""
+    core = make_fast(models[0], poison=False)
+    runner = runner_of(core)
+    pool = runner._pool
+    before = {name: tensor.clone() for name, tensor in pool.named_tensors().items()}
+
+    runner.warm_up(40)
+
+    for name, tensor in pool.named_tensors().items():
+        assert torch.equal(tensor[1:], before[name][1:]), name
+        if name.startswith(("window", "entries", "index_keys")):
+            assert tensor[0].isfinite().all(), name
+    assert any(not torch.equal(tensor[0], before[name][0]) for name, tensor in pool.named_tensors().items())  # fmt: skip
+    load = requests(random.Random(8), 6)
+    assert same(run(core, load), run(make_reference(models[1]), load), load)
+
+
 def test_log_probabilities_keep_a_step_back(small: Models) -> None:
     """Logits that somebody is still to read are not overwritten by a step launched ahead."""
     core = make_fast(small[0])

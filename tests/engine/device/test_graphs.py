@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from engine.api import EngineError
+from engine.device.compiles import CompileWatch
 from engine.device.graphs import Captured, GraphCache, check_coverage
 from engine.device.seals import SealError, Seals
 from engine.kernels.ops import ops
@@ -125,3 +127,18 @@ def test_a_buffer_that_appears_breaks_the_seal() -> None:
 
     with pytest.raises(SealError, match=r"pool\.z: new"):
         seals.check()
+
+
+def test_kernels_made_ready_late_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Until it serves an engine counts its kernels; afterwards each is a warning with its name."""
+    watch = CompileWatch()
+    watch._saw(metadata={"name": "attend"}, cache_hit=False)
+    watch._saw(metadata={"name": "moe"}, cache_hit=True)
+    assert (watch.compiled, watch.loaded, watch.late) == (1, 1, [])
+    watch.serving()
+
+    with caplog.at_level(logging.WARNING, "engine.device.compiles"):
+        watch._saw(metadata={"name": "select"}, cache_hit=False)
+
+    assert watch.late == ["select"]
+    assert "kernel select was made ready while serving" in caplog.text
