@@ -16,14 +16,19 @@ from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
 @triton.jit
-def _scales(scale, line, group, K: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
+def _scales(scale, line, chunk, group, K: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
     """Scales of a row's 32 columns in R chunks; group: those of the first chunk."""
     result = ()
     if FP4 and K % 128 == 0:
+        at = line * (K // 128) + chunk
+        if R == 4:
+            words = load16(scale + at, group + 12 < K // 32)
         for c in tl.static_range(R):
-            at = line * (K // 128) + (group >> 2) + c
-            word = tl.load(scale + at, mask=group + 4 * c < K // 32, other=0)
+            if R == 4:
+                word = words[c]
+            else:
+                word = tl.load(scale + at + c, mask=group + 4 * c < K // 32, other=0)
             result = result + (((word >> ((group & 3) << 3)) & 0xFF),)  # noqa: RUF005
     else:
         wide: tl.constexpr = K // 32 if FP4 else (K + BLOCK - 1) // BLOCK
@@ -38,17 +43,18 @@ def _scales(scale, line, group, K: tl.constexpr, R: tl.constexpr, FP4: tl.conste
 
 
 @triton.jit
-def _round(data, scale, row, group, x_row, sums, K: tl.constexpr, R: tl.constexpr,
+def _round(data, scale, row, chunk, x_row, sums, K: tl.constexpr, R: tl.constexpr,
            APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     """R chunks of columns of TILES tiles, read and multiplied."""
+    group = chunk * 4 + tl.arange(0, row.shape[0]) % 4
     halves: tl.constexpr = 1 if FP4 else 2
     per: tl.constexpr = 8 if FP4 else 4  # columns of an int32
     steps = ()
     for tile in tl.static_range(TILES):
         line = row + tile * FURTHER
-        s0 = _scales(scale, line, group, K, R, FP4, BLOCK)
-        s1 = _scales(scale, line + APART, group, K, R, FP4, BLOCK)
+        s0 = _scales(scale, line, chunk, group, K, R, FP4, BLOCK)
+        s1 = _scales(scale, line + APART, chunk, group, K, R, FP4, BLOCK)
         for j in tl.static_range(R * halves):
             at = line * (K // per) + (group + j // halves * 4) * (32 // per) + j % halves * 4
             use = group + j // halves * 4 < K // 32
@@ -132,7 +138,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         else:
             sums = (zero, zero, zero, zero, zero, zero, zero, zero)
         for step in range((K + R * 128 - 1) // (R * 128)):
-            sums = _round(data, words, column, step * (4 * R) + thread % 4, x_row, sums, K, R,
+            sums = _round(data, words, column, step * R, x_row, sums, K, R,
                           apart, further, TILES, FP4, BLOCK)  # fmt: skip
         for i in tl.static_range(TILES):
             _finish(sums[4 * i], sums[4 * i + 2], out, t0, w0, n0 < count,
@@ -193,13 +199,19 @@ def _rows_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale
                   FP4, BLOCK)  # fmt: skip
 
 
-@triton.jit
-def _round_kernel(x, width, W: tl.constexpr, GROUP: tl.constexpr):
-    column = tl.program_id(1) * W + tl.arange(0, W)
-    at = x + tl.program_id(0).to(tl.int64) * width + column
-    value = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
-    rounded = tl.reshape(fp8_device(tl.reshape(value, (1, W)), GROUP, 0), (W,))
-    tl.store(at, cast(rounded, tl.bfloat16), mask=column < width)
+@triton.jit(do_not_specialize=["pairs"])
+def _round_kernel(x, tiles, num_tiles, pairs, WIDTH: tl.constexpr, W: tl.constexpr,
+                  GROUP: tl.constexpr):  # fmt: skip
+    """Round rows of hidden in place; places of pairs that reach no expert hold nothing."""
+    row = tl.program_id(0)
+    last = tl.maximum(tl.load(num_tiles) - 1, 0) * 3
+    used = tl.load(tiles + last + 1) + tl.load(tiles + last + 2)
+    if (row < used) | (row >= pairs):
+        column = tl.program_id(1) * W + tl.arange(0, W)
+        at = x + row.to(tl.int64) * WIDTH + column
+        value = tl.load(at, mask=column < WIDTH, other=0.0).to(tl.float32)
+        rounded = tl.reshape(fp8_device(tl.reshape(value, (1, W)), GROUP, 0), (W,))
+        tl.store(at, cast(rounded, tl.bfloat16), mask=column < WIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +262,9 @@ def row_experts(
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
     few = rows <= 2
-    default = RowLayout(1, 4, 4, 4, 128) if few else RowLayout(2, 2, 4, 4, 128)
+    default = RowLayout(1 if few else 2, 4, 4, 4, 128)
     if INTERPRETED:
-        default = RowLayout(1 if few else 2, 2, 1, 1, 128)
+        default = RowLayout(1 if few else 2, 4, 1, 1, 128)
     first, second = layouts or (default, default)
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
     new = torch.zeros if shared2 is None else torch.empty
@@ -261,7 +273,14 @@ def row_experts(
     if act_group is not None:
         wide = min(1024, triton.next_power_of_2(inner))
         _round_kernel[(len(hidden), triton.cdiv(inner, wide))](
-            hidden, inner, W=wide, GROUP=act_group, num_warps=4
+            hidden,
+            routing.tiles,
+            routing.num_tiles,
+            rows * choices,
+            WIDTH=inner,
+            W=wide,
+            GROUP=act_group,
+            num_warps=4,
         )
     _product(hidden, parts, w2, shared2, routing, second, limit=limit, second=True)
     return parts
