@@ -368,9 +368,11 @@ def main() -> None:
         "--out", default="", help="file of rows under bench/results, none by default"
     )
     args = parser.parse_args()
-    rows = list(figures(args))
-    if args.out:
-        write_rows(args.out, make_rows("bench.device_step", "cuda", rows))
+    rows = []
+    for row in figures(args):  # written as they come: what was measured is kept if a run is cut
+        rows.append(row)
+        if args.out:
+            write_rows(args.out, make_rows("bench.device_step", "cuda", rows))
 
 
 if __name__ == "__main__":
