@@ -113,19 +113,41 @@ def _with(values, value):
     return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
 
 
-@triton.jit
-def _scale_at(scale, n, k, N, K, BLOCK: tl.constexpr, BN: tl.constexpr):
-    """Scales of columns n of the result at column k of the weight: a scalar, or [1, BN].
+@triton.constexpr_function
+def _side(block, step):
+    """Columns of a step that share a scale: a step takes as many blocks as it has."""
+    return block if 0 < block < step else step
 
-    Beyond the last column of the weight they are those of the last.
+
+@triton.jit
+def _scales(
+    scale,
+    n0,
+    k,
+    N,
+    K,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    SIDE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Scale bytes of columns n0 ... of the result for the pieces of a step at column k.
+
+    One scalar per piece, or [1, BN] where columns differ. Beyond the last column of the weight they
+    are those of the last. They stay bytes until they are used: whatever is done with a value that
+    is carried round a loop is waited for within the round.
     """
     wide = tl.cdiv(K, BLOCK)
-    places = scale + n // BLOCK * wide + tl.minimum(k, K - 1) // BLOCK
-    if BN <= BLOCK:
-        byte = tl.load(places)
-    else:
-        byte = tl.load(places, mask=n < N, other=127)
-    return _power(byte)
+    found = ()
+    for piece in tl.static_range(PIECES):
+        block = tl.minimum(k + piece * SIDE, K - 1) // BLOCK
+        if BN <= BLOCK:
+            byte = tl.load(scale + n0 // BLOCK * wide + block)
+        else:
+            n = (n0 + tl.arange(0, BN))[None, :]
+            byte = tl.load(scale + n // BLOCK * wide + block, mask=n < N, other=127)
+        found = _with(found, byte)
+    return found
 
 
 @triton.jit
@@ -133,6 +155,7 @@ def _tile(
     x,
     w,
     scale,
+    bytes_ahead,
     n0,
     t0,
     first,
@@ -152,20 +175,18 @@ def _tile(
     """Sums over k in [first, last) for rows t0 ... and columns n0 ... : float32 [BT, BN]."""
     t = t0 + tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
-    # A step takes as many blocks of the weight as it has; each has a scale of its own.
-    SIDE: tl.constexpr = BLOCK if BLOCK > 0 and BLOCK < BK else BK
+    SIDE: tl.constexpr = _side(BLOCK, BK)
     PIECES: tl.constexpr = BK // SIDE
     k = tl.arange(0, SIDE)
     acc = tl.zeros((BT, BN), tl.float32)
     wide: tl.constexpr = (x.dtype.element_ty == tl.float32) | (w.dtype.element_ty == tl.float32)
     work: tl.constexpr = tl.float32 if wide else tl.bfloat16
     quick: tl.constexpr = HOPPER and not wide
-    column = n0 if BLOCK > 0 and BN <= BLOCK else n[None, :]
-    factors = ()
-    for piece in tl.static_range(PIECES if BLOCK > 0 else 0):
-        factors = _with(factors, _scale_at(scale, column, first + piece * SIDE, N, K, BLOCK, BN))
     for k0 in tl.range(first, last, BK, num_stages=STAGES):
-        later = ()
+        if BLOCK > 0:
+            # The next step's scales are on their way while this step's blocks are multiplied.
+            bytes_here = bytes_ahead
+            bytes_ahead = _scales(scale, n0, k0 + BK, N, K, BLOCK, BN, SIDE, PIECES)
         for piece in tl.static_range(PIECES):
             at = k0 + piece * SIDE + k
             rows = x + t[:, None] * stride + at[None, :]
@@ -179,18 +200,15 @@ def _tile(
                 b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
             if BLOCK > 0:
                 b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
-                # The next step's scale is on its way while this block is multiplied.
-                ahead = _scale_at(scale, column, k0 + BK + piece * SIDE, N, K, BLOCK, BN)
-                later = _with(later, ahead)
+                factor = _power(bytes_here[piece])
                 products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
                 if quick:
                     # What the codes lack, in two steps: neither they nor the scale may overflow.
-                    acc += products * 2.0**60 * (factors[piece] * 2.0**60)
+                    acc += products * 2.0**60 * (factor * 2.0**60)
                 else:
-                    acc += products * factors[piece]
+                    acc += products * factor
             else:
                 acc = dot(a.to(work), b.to(work), acc)
-        factors = later
     return acc
 
 
@@ -227,6 +245,7 @@ def _job(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
+    WAITS: tl.constexpr,
     GROUP: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -245,13 +264,17 @@ def _job(
     if OVERLAP and EVEN:
         # What the pipeline will ask for first, and no more: the cache would not hold all of it.
         size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-        ahead = tl.minimum(last - first, (STAGES - 1) * BK)
-        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, ahead * size)
+        lines: tl.constexpr = (STAGES - 1) * BK * size // 128
+        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, (last - first) * size, lines)
+    scales = ()
+    if BLOCK > 0:
+        side: tl.constexpr = _side(BLOCK, BK)
+        scales = _scales(scale, n0, first, N, K, BLOCK, BN, side, BK // side)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     x += n0 // rows_of_group * K
     acc = _tile(
-        x, w, scale, n0, t0, first, last, T, N, K, stride,
+        x, w, scale, scales, n0, t0, first, last, T, N, K, stride,
         HOPPER, BLOCK, EVEN, BT, BN, BK, STAGES,
     )  # fmt: skip
     t = t0 + tl.arange(0, BT)
@@ -260,7 +283,7 @@ def _job(
     own = (t[:, None] * split).to(tl.int64) * N + n[None, :]
     if PARTS:
         tl.store(out + own + part * N, acc, mask=inside)
-    elif split == 1:
+    elif not WAITS:
         _finish(acc, out, n, t, T, N, GROUP)
     else:
         tl.store(scratch + own + part * N, acc, mask=inside)
@@ -268,16 +291,35 @@ def _job(
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         if done == split - 1:
-            total = tl.load(scratch + own, mask=inside, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, MOST):
-                total += tl.load(
-                    scratch + own + other * N,
-                    mask=inside & (tl.full((1, 1), other, tl.int32) < split),
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-            _finish(total, out, n, t, T, N, GROUP)
+            _add_up(scratch, out, n, t0, T, N, split, GROUP, BT, BN, MOST)
             tl.store(counters + tile, 0)
+
+
+@triton.jit
+def _add_up(
+    scratch,
+    out,
+    n,
+    t0,
+    T,
+    N,
+    split,
+    GROUP: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Add the shares of a tile's rows up, in order, and finish them, four rows at a time."""
+    for r in tl.range(t0, tl.minimum(t0 + BT, T), 4, num_stages=1):
+        t = r + tl.arange(0, 4)
+        inside = (t < T)[:, None] & (n < N)[None, :]
+        places = scratch + (t[:, None] * split).to(tl.int64) * N + n[None, :]
+        total = tl.zeros((4, BN), tl.float32)
+        for part in tl.static_range(MOST):
+            there = inside & (tl.full((1, 1), part, tl.int32) < split)
+            share = tl.load(places + part * N, mask=there, other=0.0, cache_modifier=".cg")
+            total += share
+        _finish(total, out, n, t, T, N, GROUP)
 
 
 @triton.jit(do_not_specialize=["ends", "T", "splits"])
@@ -302,7 +344,7 @@ def _gemv(
     FORMS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Programs of up to four products; FORMS: (block, even, parts, out group), TILES: (bt, bn, bk, stages)."""
+    """Programs of up to four products; FORMS: (block, even, parts, waits, out group), TILES: (bt, bn, bk, stages)."""
     program = tl.program_id(0)
     first = 0
     for j in tl.static_range(len(TILES)):
@@ -310,7 +352,7 @@ def _gemv(
             _job(
                 xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
                 T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
-                HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3],
+                HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3], FORMS[j][4],
                 TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], MOST,
             )  # fmt: skip
         first = ends[j]
@@ -391,7 +433,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         used += triton.cdiv(tiles, 4) * 4 if waits else 0  # aligned, as the compiler then knows
         ends.append((ends[-1] if ends else 0) + tiles * config.split)
         shares.append(share)
-        forms.append((job.w.block if job.w.kind == "fp8" else 0, even, parts, job.out_group))
+        forms.append((job.w.block if job.w.kind == "fp8" else 0, even, parts, waits, job.out_group))
     _gemv[(ends[-1],)](
         tuple(job.x for job in jobs),
         tuple(job.w.data for job in jobs),

@@ -56,7 +56,7 @@ def _begin(
     if OVERLAP and M > 0:
         slot = tl.minimum(tl.arange(0, SLOTS), M - 1)
         for j in tl.static_range(S):
-            fetch(fn + slot * S * D + j * D + first, tl.minimum(share, D - first) * 4)
+            fetch(fn + slot * S * D + j * D + first, tl.minimum(share, D - first) * 4, 2)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
 

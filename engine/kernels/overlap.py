@@ -59,14 +59,14 @@ def begin_next(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def fetch(places, nbytes):
-    """Ask for nbytes (a multiple of 16) from each place (aligned to 16) to be put in the cache."""
-    sizes = nbytes + tl.zeros(places.shape, tl.int32)
-    tl.inline_asm_elementwise(
-        asm="cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        constraints="=r,l,r",
-        args=[places.to(tl.int64), sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def fetch(places, nbytes, LINES: tl.constexpr):
+    """Ask for nbytes from each place, at most LINES * 128, to be put into the level-2 cache."""
+    for line in tl.static_range(LINES):
+        tl.inline_asm_elementwise(
+            asm="prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            constraints="=r,l",
+            args=[places.to(tl.int64) + tl.minimum(line * 128, nbytes - 1)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
