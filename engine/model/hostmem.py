@@ -1,12 +1,13 @@
 """Host memory that a GPU reads: an anonymous mapping of our own, registered with the driver.
 
 The framework's pinned allocator rounds sizes up to powers of two, which for a store of 80 GB may
-cost another 48. A mapping costs what it holds. Pages are touched and registered in pieces by several
-threads, since the kernel's zeroing of pages is what takes the time (issue 7).
+cost another 48. A mapping costs what it holds. Pages are touched in pieces by several threads, since
+the kernel's zeroing of pages is what takes the time (issue 7).
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import torch
 
 from engine.api import EngineError
 
-#: Bytes one thread touches and registers at a time.
+#: Bytes one thread touches at a time.
 PIECE = 1 << 27
 _PAGE = 4096
 
@@ -31,7 +32,7 @@ class HostBuffer:
     Args:
         nbytes: size.
         pin: whether to register it with the CUDA driver.
-        threads: how many touch and register pieces at once.
+        threads: how many touch pieces at once.
 
     Raises:
         EngineError: the host cannot give or pin the memory.
@@ -44,7 +45,7 @@ class HostBuffer:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
             raise EngineError(f"host memory: {nbytes:,} bytes asked for: {error}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # far fewer pages to hand out and to register
+        with contextlib.suppress(AttributeError, OSError):  # far fewer pages to hand out
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
         if pin:
@@ -53,23 +54,21 @@ class HostBuffer:
             self.pin_seconds = time.perf_counter() - begin
 
     def _pin(self, threads: int) -> None:
+        """Touch in pieces, then register as one: a copy must not cross two registrations."""
         total = self.tensor.numel()
         with ThreadPoolExecutor(threads) as pool:
-            failed = [e for e in pool.map(self._pin_piece, range(0, total, PIECE)) if e]
-        if failed:
-            self.close()
+            list(pool.map(self._touch, range(0, total, PIECE)))
+        error = int(_runtime().cudaHostRegister(self.tensor.data_ptr(), total, 0))
+        if error:
             raise EngineError(
-                f"host memory: pinning {total:,} bytes failed with CUDA error {failed[0]}; "
+                f"host memory: pinning {total:,} bytes failed with CUDA error {error}; "
                 "expected a limit on locked memory (ulimit -l) and free memory that allow it"
             )
+        self._registered.append(self.tensor.data_ptr())
 
-    def _pin_piece(self, first: int) -> int:
-        piece = self.tensor[first : first + PIECE]
-        piece[::_PAGE] = 0  # the kernel hands out a page when it is first written
-        error = int(_runtime().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-        if not error:
-            self._registered.append(piece.data_ptr())
-        return error
+    def _touch(self, first: int) -> None:
+        """Have the kernel hand out a piece's pages, which it does when they are first written."""
+        self.tensor[first : first + PIECE : _PAGE] = 0
 
     def close(self) -> None:
         """Take the registration back; the memory goes with the last tensor over it. Idempotent."""
