@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.micro.timing import BANDWIDTH, copies, replayed_us
-from engine.kernels import mhc
+from engine.kernels import mhc, mhc_launch
 
 DEVICE = "cuda"
 STREAMS, WIDTH = 4, 4096
@@ -56,14 +56,16 @@ class Inputs:
         moved = 3 * self.streams.nbytes + self.streams.nbytes // 2  # read, write, read; x and xq
         return moved + self.parts.nbytes + self.fn.nbytes
 
-    def turn(self, cuts: tuple[mhc.Tiling, ...] | None) -> mhc.HcIn:
+    def turn(self, cuts: tuple[mhc_launch.Tiling, ...] | None) -> tuple[Tensor, ...]:
         """`hc_turn` with a tiling of choice."""
-        mixed, sums = mhc._mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cuts)
-        return mhc._opened(mixed, sums, self.base, self.norm, None, **MIXING)
+        mixed, sums = mhc_launch.mixed(
+            self.streams, (self.parts, self.post, self.comb), self.fn, cuts
+        )
+        return mhc_launch.opened(mixed, sums, self.base, self.norm, None, **MIXING)
 
-    def close(self, cuts: tuple[mhc.Tiling, ...] | None) -> Tensor:
+    def close(self, cuts: tuple[mhc_launch.Tiling, ...] | None) -> Tensor:
         """The first kernel alone."""
-        return mhc._mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cuts)[0]
+        return mhc_launch.mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cuts)[0]
 
 
 def check() -> None:
@@ -81,19 +83,25 @@ def check() -> None:
         print(f"check: T {rows}", {name: f"{error:.1e}" for name, error in errors.items()})
 
 
-def tilings(rows: int) -> dict[str, tuple[mhc.Tiling, ...] | None]:
+def tilings(rows: int) -> dict[str, tuple[mhc_launch.Tiling, ...] | None]:
     """Tilings to try: one kernel, or one that closes and one that projects."""
-    found: dict[str, tuple[mhc.Tiling, ...] | None] = {"*": None}
-    close = mhc.Tiling(1, 1024, 4, 4)
+    found: dict[str, tuple[mhc_launch.Tiling, ...] | None] = {"*": None}
+    close = mhc_launch.Tiling(1, 1024, 4, 4)
     if rows <= 16:
-        options: list[tuple[mhc.Tiling, ...]] = [
-            (mhc.Tiling(1, 32, 128, 4),),
-            (mhc.Tiling(1, 64, 64, 8),),
+        options: list[tuple[mhc_launch.Tiling, ...]] = [
+            (mhc_launch.Tiling(1, 32, 128, 4),),
+            (mhc_launch.Tiling(1, 64, 64, 8),),
         ]
     elif rows <= 256:
-        options = [(close, mhc.Tiling(16, 128, 32, 4)), (close, mhc.Tiling(16, 64, 64, 4))]
+        options = [
+            (close, mhc_launch.Tiling(16, 128, 32, 4)),
+            (close, mhc_launch.Tiling(16, 64, 64, 4)),
+        ]
     else:
-        options = [(close, mhc.Tiling(64, 64, 2, 8)), (close, mhc.Tiling(128, 32, 4, 8))]
+        options = [
+            (close, mhc_launch.Tiling(64, 64, 2, 8)),
+            (close, mhc_launch.Tiling(128, 32, 4, 8)),
+        ]
     return found | {" + ".join(str(list(astuple(c))) for c in o): o for o in options}
 
 

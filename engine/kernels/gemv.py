@@ -344,7 +344,10 @@ def _gemv(
     FORMS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Programs of up to four products; FORMS: (block, even, parts, waits, out group), TILES: (bt, bn, bk, stages)."""
+    """Programs of up to four products.
+
+    FORMS: (block, even, parts, waits, out group) of each; TILES: (bt, bn, bk, stages).
+    """
     program = tl.program_id(0)
     first = 0
     for j in tl.static_range(len(TILES)):
@@ -398,7 +401,10 @@ _MOST_TILES = 1 << 16
 
 
 def _counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves as zeros; one buffer per device, made before any capture."""
+    """Zeros that every launch leaves as zeros; one buffer per device, made before any capture.
+
+    Launches that share it must not run at the same time: products of a device keep to one stream.
+    """
     if device not in _COUNTERS:
         _COUNTERS[device] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
     return _COUNTERS[device]

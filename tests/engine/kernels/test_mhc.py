@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from engine.kernels import mhc, reference
+from engine.kernels import mhc, mhc_launch, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16]
@@ -177,7 +177,7 @@ def test_heads_equal_their_twins(rows, width, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_rows_equal_their_twins(dtype, monkeypatch):
     """What a prompt's rows take, a product of split weights and weights made first, differs."""
-    monkeypatch.setattr(mhc, "_MANY", 8)
+    monkeypatch.setattr(mhc_launch, "MANY", 8)
     s = site(19, 160, dtype)
     mixed, got = mhc.hc_turn_triton(*closing(s), *weights(s), None, act_group=32, **MIXING)
     agree(got, mhc.hc_in_torch(mixed, *weights(s), None, act_group=32, **MIXING), dtype)
@@ -225,8 +225,8 @@ def test_any_tiling_gives_the_same_turn(rows, splits, kernels, seed):
     """Cutting rows or d another way changes streams or logits."""
     s = site(rows, 160, torch.bfloat16)
     s["streams"] = normal(rows, STREAMS, 160, seed=seed, dtype=torch.bfloat16)
-    cuts = (mhc.Tiling(1, 64, splits, 4), mhc.Tiling(16, 32, splits, 4))[:kernels]
-    mixed, sums = mhc._mixed(*closing(s)[:1], closing(s)[1:], s["fn"], cuts)
+    cuts = (mhc_launch.Tiling(1, 64, splits, 4), mhc_launch.Tiling(16, 32, splits, 4))[:kernels]
+    mixed, sums = mhc_launch.mixed(*closing(s)[:1], closing(s)[1:], s["fn"], cuts)
     torch.testing.assert_close(mixed, mhc.hc_out_torch(*closing(s)), atol=1e-5, rtol=2.0**-7)
     flat = mixed.float().flatten(1)
     totals = sums.sum(1)
