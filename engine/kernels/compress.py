@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_for
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
@@ -248,7 +248,8 @@ def compress_device(
         entry = position // RATIO
         tile = tl.reshape(x.to(tl.float32), (1, D))
         tile = rotate_device(tile, rope, tl.full((1,), 0, tl.int32) + entry * RATIO, PAIRS)
-        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS, signs)
+        matrix = signs_device(signs, FORM, D)
+        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS, matrix)
         block = tl.load(tables + g * table_width + entry // PER_BLOCK).to(tl.int64)
         tl.store(
             pool + (block * PER_BLOCK + entry % PER_BLOCK) * D + column[None, :],

@@ -15,7 +15,7 @@ from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_for
+from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -122,7 +122,7 @@ def scores_torch(
 
 #: Passes of at most so many rows a sequence are scored row by row (decode, verification).
 SHORT = 8
-#: Heads of a program that rotates queries of few rows.
+#: Heads of a tile of queries.
 HEADS = 16
 #: Entries and warps of a program that scores rows one by one, and how many programs there are at
 #: most; more tiles of entries are visited in turn.
@@ -195,29 +195,33 @@ def index_keys_from_latent_triton(
 def index_queries_device(
     q, q_stride, rope, positions, signs, out, first, count,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads from `first` on, counted over all rows of the pass, of count heads in all."""
-    row = first + tl.arange(0, ROWS)
-    real = row < count
-    t = row // H
+    """TILES * ROWS heads from `first` on, of `count`, counted over all rows of the pass."""
+    matrix = signs_device(signs, FORM, D)
     column = tl.arange(0, D)[None, :]
-    at = t.to(tl.int64) * q_stride + row % H * D
-    x = tl.load(q + at[:, None] + column, mask=real[:, None], other=0.0)
-    position = tl.load(positions + t, mask=real, other=0)
-    turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
-    stored = round_trip_device(turned, FORM, 0, signs)
-    tl.store(out + row.to(tl.int64)[:, None] * D + column, stored, mask=real[:, None])
+    for tile in range(TILES):
+        row = first + tile * ROWS + tl.arange(0, ROWS)
+        real = row < count
+        t = row // H
+        at = t.to(tl.int64) * q_stride + row % H * D
+        x = tl.load(q + at[:, None] + column, mask=real[:, None], other=0.0)
+        position = tl.load(positions + t, mask=real, other=0)
+        turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
+        stored = round_trip_device(turned, FORM, 0, matrix)
+        tl.store(out + row.to(tl.int64)[:, None] * D + column, stored, mask=real[:, None])
 
 
 @triton.jit
 def _index_queries(
     q, q_stride, rope, positions, signs, out, count,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program i: heads i * ROWS and after."""
+    """Program i: heads i * TILES * ROWS and after."""
     index_queries_device(
-        q, q_stride, rope, positions, signs, out, tl.program_id(0) * ROWS, count,
-        H, D, PAIRS, FORM, ROWS,
+        q, q_stride, rope, positions, signs, out, tl.program_id(0) * (TILES * ROWS), count,
+        H, D, PAIRS, FORM, ROWS, TILES,
     )  # fmt: skip
 
 
@@ -227,11 +231,11 @@ def index_queries_triton(
     """Do as `index_queries_torch`; one launch."""
     tokens, heads = q_raw.shape[0], q_raw.shape[1] // head_dim
     out = q_raw.new_empty((tokens, heads, head_dim))
-    tile, warps = (HEADS, 4) if tokens * heads <= 1 << 14 else (4 * HEADS, 4)
-    _index_queries[(triton.cdiv(tokens * heads, tile),)](
+    tiles = 1 if tokens * heads <= 1 << 14 else 8  # a prompt's programs read the matrix once
+    _index_queries[(triton.cdiv(tokens * heads, tiles * HEADS),)](
         q_raw, q_raw.stride(0), rope, rows.positions,
         signs_for(form, head_dim, q_raw.dtype, q_raw.device), out, tokens * heads,
-        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, ROWS=tile, num_warps=warps,
+        H=heads, D=head_dim, PAIRS=rope.shape[2], FORM=form, ROWS=HEADS, TILES=tiles, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -159,7 +159,7 @@ def _attention_inputs(
             # The last program of a row may overlap the next row's first, and writes the same.
             index_queries_device(
                 q, q_stride, rope, positions, signs_q, q_out, t * H + part * HEADS,
-                tl.num_programs(0) * H, H, D_Q, PAIRS, FORM_Q, HEADS,
+                tl.num_programs(0) * H, H, D_Q, PAIRS, FORM_Q, HEADS, 1,
             )  # fmt: skip
 
 

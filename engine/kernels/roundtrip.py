@@ -261,7 +261,7 @@ def fp4_e4m3_device(x, GROUP: tl.constexpr):
 
 @functools.cache
 def hadamard_signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The Hadamard matrix times sqrt(width), +-1, [width, width]: what hadamard_device reads."""
+    """The Hadamard matrix times sqrt(width), +-1, [width, width]."""
     at = torch.arange(width, device=device)
     shared = at[:, None] & at
     odd = sum((shared >> bit) & 1 for bit in range(width.bit_length())) % 2
@@ -269,30 +269,40 @@ def hadamard_signs(width: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def signs_for(form: Form, width: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What round_trip_device wants as `signs`: None but for the form with the transform."""
+    """What signs_device reads; None but for the form with the transform."""
     return hadamard_signs(width, dtype, device) if form == "hadamard_fp4_32" else None
 
 
 @triton.jit
-def hadamard_device(x, signs):
-    """hadamard_transform of a tile [M, N] in its own dtype (float32 or bfloat16).
+def signs_device(signs, FORM: tl.constexpr, N: tl.constexpr):
+    """The matrix that round_trip_device wants for rows of N, read once; None for other forms.
 
     Args:
-        x: the tile.
-        signs: pointer to hadamard_signs [N, N] in x's dtype; working them out would be more code,
-            and longer, than reading them from the cache.
+        signs: pointer to signs_for's matrix. Working it out would be more code, and longer, than
+            reading it from the cache.
+        FORM: the form.
+        N: width.
     """
+    if FORM == "hadamard_fp4_32":
+        matrix = tl.load(signs + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
+    else:
+        matrix = None
+    return matrix
+
+
+@triton.jit
+def hadamard_device(x, matrix):
+    """hadamard_transform of a tile [M, N] in its own dtype; matrix: see signs_device."""
     N: tl.constexpr = x.shape[1]
-    matrix = tl.load(signs + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
     gain: tl.constexpr = N**-0.5
     return cast(dot(x, matrix, tl.zeros(x.shape, tl.float32)) * gain, x.dtype)
 
 
 @triton.jit
-def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0, signs=None):
+def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0, matrix=None):
     """round_trip of a tile [M, N] in its own dtype (float32 or bfloat16); M, N powers of two.
 
-    The form with the transform needs `signs`, a pointer to what signs_for gives.
+    The form with the transform needs what signs_device gives.
     """
     if FORM == "none":
         result = x
@@ -306,5 +316,5 @@ def round_trip_device(x, FORM: tl.constexpr, TAIL: tl.constexpr = 0, signs=None)
         result = fp4_device(x.to(tl.float32), 32).to(x.dtype)
     else:
         tl.static_assert(FORM == "hadamard_fp4_32", "no such form")
-        result = fp4_device(hadamard_device(x, signs).to(tl.float32), 32).to(x.dtype)
+        result = fp4_device(hadamard_device(x, matrix).to(tl.float32), 32).to(x.dtype)
     return result

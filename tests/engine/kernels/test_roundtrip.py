@@ -24,7 +24,8 @@ SHAPES += [("fp8_32", 512, 0), ("fp4_e4m3_16", 512, 0), ("fp4_32", 128, 0), ("fp
 def apply(x, y, signs, M: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, TAIL: tl.constexpr):
     """One tile through a form."""
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(y + at, rt.round_trip_device(tl.load(x + at), FORM, TAIL, signs))
+    matrix = rt.signs_device(signs, FORM, N)
+    tl.store(y + at, rt.round_trip_device(tl.load(x + at), FORM, TAIL, matrix))
 
 
 def on_device(x: Tensor, form: str, tail: int) -> Tensor:
