@@ -57,6 +57,8 @@ class NullModel:
 
         self.ops = dataclasses.replace(ops("torch"), sample=draw)
 
+    experts = ()
+
     def decode(self, rows: Any, pool: KVPool) -> Tensor:
         """Give the logits of a step."""
         return self._logits[: rows.num_rows]

@@ -224,7 +224,8 @@ class ModelInfo:
 
     Args:
         name: name under which it is listed.
-        version: which encoding the codec uses.
+        version: which encoding the codec uses; "plain" for a model without a chat format, which
+            serves token ids and raw completions alone.
         max_model_len: context in tokens.
         eos_token_ids: ids that end a turn.
         tokenizer_path: path of its tokenizer.json.
@@ -232,7 +233,7 @@ class ModelInfo:
     """
 
     name: str
-    version: Literal["v4", "v4.1"]
+    version: Literal["v4", "v4.1", "plain"]
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     tokenizer_path: str

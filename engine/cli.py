@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine import TINY_CHECKPOINT
 from engine.api import EngineError
+from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.config_checks import CSA_RATIO
 from engine.memory import MemoryPlan, container_memory, plan_memory
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--host-gb", type=float, metavar="Y", help="instead of the container's limit")
     plan.add_argument("--context", type=int, metavar="N", help="tokens; the model's own by default")
     plan.add_argument("--concurrency", type=int, metavar="M", help="requests at once")
+    plan.add_argument(
+        "--trace", type=Path, metavar="FILE", help="routing trace: give experts their slots by it"
+    )
+    plan.add_argument(
+        "--out", type=Path, metavar="FILE", help="of --trace: write each layer's slots"
+    )
     audit = commands.add_parser("audit", help="measure what each part of the engine gains here")
     audit.add_argument("--model", type=Path, metavar="DIR", default=TINY_CHECKPOINT)
     audit.add_argument("--lengths", default="128,512", help="prompt tokens, comma-separated")
@@ -159,6 +166,13 @@ def _plan(args: argparse.Namespace) -> int:
     for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
         if value is not None and not 0 < value < 1e6:
             raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
+    for flag, count in (("--context", args.context), ("--concurrency", args.concurrency)):
+        if count is not None and count < 1:
+            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
+    if args.trace is not None:
+        return _plan_slots(args)
+    if args.out is not None:
+        raise ValueError("--out: expected --trace beside it, got none")
     config = ModelConfig.from_file(args.model)
     options = EngineConfig(max_model_len=args.context)
     if args.concurrency is not None:
@@ -175,6 +189,27 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"device    {f'GPU, {budget:,} bytes, --gpu-gb' if on_gpu else f'CPU, {limit}'}")
     print(f"host      {limit}")
     return _print_plan(plan)
+
+
+def _plan_slots(args: argparse.Namespace) -> int:
+    from engine.paging_plan import Wish, report
+    from engine.routing_trace import read_trace
+
+    config = read_config(args.model)
+    limit = container_memory()
+    host = limit if args.host_gb is None else int(args.host_gb * 1e9)
+    if host is None or args.gpu_gb is None:
+        flag = "--host-gb" if host is None else "--gpu-gb"
+        raise ValueError(f"{flag}: expected gigabytes beside --trace, got none")
+    wish = Wish(
+        gpu_bytes=int(args.gpu_gb * 1e9),
+        host_bytes=host,
+        context=args.context or config.max_position_embeddings,
+        concurrency=args.concurrency or EngineConfig().max_num_seqs,
+    )
+    for line in report(config, read_trace(args.trace), wish, args.out):
+        print(line)
+    return 0
 
 
 def _print_plan(plan: MemoryPlan) -> int:

@@ -59,6 +59,9 @@ class Runner(Protocol):
     def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
         """Run a plan and draw one token per chunk that wants logits, in the plan's order."""
 
+    def close(self) -> None:
+        """Write what was collected while serving."""
+
 
 class EngineCore:
     """Requests in, deltas out.
@@ -258,6 +261,15 @@ class EngineCore:
         if source.path != path:
             raise EngineError(f"{path}: could not be built; the weights of {source.path} are back")
         return built
+
+    def close(self) -> None:
+        """Write what was collected while serving; nothing is served afterwards.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._runner is not None:
+            self._runner.close()
 
     def check_integrity(self) -> None:
         """Check the scheduler's books.

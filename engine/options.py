@@ -36,18 +36,22 @@ class Rule:
         least: its smallest value, where it is a number.
         resolvable: whether a value that the user left open ("auto", None) is filled in at start-up;
             see engine.resolve, which may set no other.
+        file: whether it is a file that is read ("old") or written ("new").
     """
 
     about: str
     choices: tuple[str, ...] = ()
     least: int | None = None
     resolvable: bool = False
+    file: Literal["", "old", "new"] = ""
 
     @property
     def accepted(self) -> str:
         """What may be given, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        if self.file:
+            return "a file that exists" if self.file == "old" else "a file in a folder that exists"
         return "on or off" if self.least is None else f"a whole number of at least {self.least}"
 
 
@@ -58,8 +62,9 @@ def _option(
     choices: tuple[str, ...] = (),
     least: int | None = None,
     resolvable: bool = False,
+    file: Literal["", "old", "new"] = "",
 ) -> Any:
-    return field(default=default, metadata={"rule": Rule(about, choices, least, resolvable)})
+    return field(default=default, metadata={"rule": Rule(about, choices, least, resolvable, file)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,35 @@ class EngineConfig:
     # that only the cache holds need no room of their own: they are given up when needed.
     max_snapshots: int = _option(
         64, "most states the prefix cache keeps beside those of running requests", least=1
+    )
+    # With fewer slots than experts the host, and then the checkpoint's files, hold the rest.
+    expert_slots: int | None = _option(
+        None,
+        "routed experts of each layer that the device holds, at least as many as a token is routed"
+        " to; the host holds all of a paged layer. Left open: every expert is on the device",
+        least=1,
+    )
+    expert_slots_file: Path | None = _option(  # noqa: RUF009 - a declaration, as all
+        None,
+        "file with the slots of each layer, as bathyal engine plan --trace writes it, in place of"
+        " expert_slots",
+        file="old",
+    )
+    resident_layers: int = _option(
+        0, "first layers whose experts all stay on the device beside expert_slots", least=0
+    )
+    expert_host_gb: int | None = _option(
+        None,
+        "host memory for paged experts, in GB; those beyond it are read from the checkpoint's files"
+        " when they are needed, and decode steps are not captured then. Left open: all that is"
+        " needed",
+        least=1,
+    )
+    record_routing: Path | None = _option(  # noqa: RUF009 - a declaration, as all
+        None,
+        "file to write when the engine ends: which experts each step was routed to, for bathyal"
+        " engine plan --trace. Decode steps are not captured meanwhile",
+        file="new",
     )
     cpu_threads: int | None = _option(
         None,

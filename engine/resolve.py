@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from engine.architectures import AnyConfig
+from engine.config import ModelConfig
+from engine.expert_paging import paging_of
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
 
 #: Values that say "left open".
@@ -28,12 +31,44 @@ class Facts:
         cores: cores this process may use.
         weight_bytes: of the checkpoint's files.
         context: positions of the model.
+        only_fast: why no other runner than the fast one serves it; None where one does.
+        eager: why decode steps are not captured; None where they can be.
     """
 
     gpu: str | None
     cores: int
     weight_bytes: int
     context: int
+    only_fast: str | None = None
+    eager: str | None = None
+
+
+def facts_of(
+    config: AnyConfig, options: EngineConfig, *, gpu: str | None, cores: int, weight_bytes: int
+) -> Facts:
+    """Collect the facts, those included that follow from model and options.
+
+    Args:
+        config: of the model.
+        options: the user's.
+        gpu: as in Facts.
+        cores: as in Facts.
+        weight_bytes: as in Facts.
+    """
+    # float32 on the CPU: the larger estimate
+    found = paging_of(config, options, 2 if gpu is not None else 4)
+    only_fast = eager = None
+    if not isinstance(config, ModelConfig):
+        only_fast = "this architecture has no reference"
+    elif found.slots:
+        only_fast = "experts are paged"
+    elif options.record_routing is not None:
+        only_fast = "routing is recorded"
+    if options.record_routing is not None:
+        eager = "routing is recorded"
+    elif found.slots and found.uses_disk:
+        eager = "experts are read from files"
+    return Facts(gpu, cores, weight_bytes, config.max_position_embeddings, only_fast, eager)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +184,10 @@ def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]
     on_gpu = device == "cuda"
     why = f"device is {device}"
     yield "dtype", "bfloat16" if on_gpu else "float32", why
-    yield "runner", "fast" if on_gpu else "reference", why
+    fast = on_gpu or facts.only_fast is not None
+    yield "runner", "fast" if fast else "reference", facts.only_fast or why
     yield "kernels", "triton" if on_gpu else "torch", why
-    yield "graphs", on_gpu, why
+    yield "graphs", on_gpu and facts.eager is None, facts.eager or why
     options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
     yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why
     rows = so_far.get("max_batched_tokens")

@@ -213,6 +213,7 @@ class EngineThread:
         finally:
             self._last_stats = core.stats()
             self._end()
+            _close(core)
             self._core = None  # whoever keeps this object does not keep the model's memory
 
     def _run(self, core: EngineCore) -> None:
@@ -336,6 +337,14 @@ class EngineThread:
             usage=Usage(len(entry.request.prompt_ids), entry.num_tokens),
             error=self._farewell,
         )
+
+
+def _close(core: EngineCore) -> None:
+    """Let the engine write what it has collected; a fault there changes nothing any more."""
+    try:
+        core.close()
+    except Exception:
+        logger.exception("what the engine has collected could not be written")
 
 
 def _deliver(batch: list[tuple[_Open, TokenDelta]]) -> None:

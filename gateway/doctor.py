@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.api import EngineError, ModelInfo
-from engine.config import ModelConfig
+from engine.architectures import read_config
 from engine.options import EngineConfig, usable_cores
-from engine.resolve import Facts, resolve
+from engine.resolve import facts_of, resolve
 from gateway.backends.embedded import EmbeddedBackend
 from parsers import BootError, Codec, ServedModel
 
@@ -121,20 +121,25 @@ def _checkpoint(model: Path) -> Iterator[Finding]:
     size = sum(shard.stat().st_size for shard in shards) / 1e6
     yield Finding(
         "checkpoint",
-        f"{model}: DeepSeek-{info.version.upper()}, context {info.max_model_len} tokens,"
+        f"{model}: {_FAMILY[info.version]}, context {info.max_model_len} tokens,"
         f" {len(shards)} weight file(s), {size:.1f} MB",
         ok=bool(shards),
     )
-    yield _special_tokens(info)
+    if info.version != "plain":
+        yield _special_tokens(info)
+
+
+#: What a version's model is called.
+_FAMILY = {"v4": "DeepSeek-V4", "v4.1": "DeepSeek-V4.1", "plain": "completions only"}
 
 
 def _options(model: Path, options: EngineConfig, gpus: list[str]) -> Iterator[Finding]:
     """Every option of the engine, and which rule sets it."""
     try:
-        config = ModelConfig.from_file(model)
+        config = read_config(model)
         weight_bytes = sum(shard.stat().st_size for shard in model.glob("*.safetensors"))
         gpu = gpus[0] if gpus else None
-        facts = Facts(gpu, usable_cores(), weight_bytes, config.max_position_embeddings)
+        facts = facts_of(config, options, gpu=gpu, cores=usable_cores(), weight_bytes=weight_bytes)
         resolved = resolve(options, facts)
     except EngineError as error:
         yield Finding("engine options", str(error), ok=False)

@@ -142,6 +142,8 @@ def _engine_option(name: str) -> Any:
     rule = rule_of(name)
 
     def parse(text: str) -> Any:
+        if rule.file:
+            return _file(text) if rule.file == "old" else _new_file(text)
         if rule.choices:
             if text not in rule.choices:
                 raise ValueError
@@ -199,6 +201,11 @@ class Settings:
     prefix_cache: bool = _engine_option("prefix_cache")
     prefill: Literal["off", "exact", "bounded"] = _engine_option("prefill")
     max_snapshots: int = _engine_option("max_snapshots")
+    expert_slots: int | None = _engine_option("expert_slots")
+    expert_slots_file: Path | None = _engine_option("expert_slots_file")  # noqa: RUF009 - a declaration, as all
+    resident_layers: int = _engine_option("resident_layers")
+    expert_host_gb: int | None = _engine_option("expert_host_gb")
+    record_routing: Path | None = _engine_option("record_routing")  # noqa: RUF009 - a declaration, as all
     cpu_threads: int | None = _engine_option("cpu_threads")
     name: str | None = field(
         default=None,

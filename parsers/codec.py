@@ -171,6 +171,8 @@ class Codec:
         self.vocabulary = vocabulary
         self.warnings: tuple[str, ...] = ()
         self._tokenizer = tokenizer
+        if model.version == "plain":
+            return  # without a chat format there is nothing to convert: see check_chat
         encoding = (
             recipe.DeepseekV4Encoding if model.version == "v4" else recipe.DeepseekV41Encoding
         )
@@ -207,8 +209,23 @@ class Codec:
         except (OSError, ValueError, RuntimeError) as error:
             raise BootError(f"{model.tokenizer_path}: cannot be loaded: {error}") from error
         codec = cls(model, tokenizer, Vocabulary.from_json(raw, model.tokenizer_path), profile)
-        codec._check_boot()
+        if model.version != "plain":
+            codec._check_boot()
         return codec
+
+    def check_chat(self) -> None:
+        """Refuse chats to a model that has no chat format.
+
+        Raises:
+            ClientError: it has none.
+        """
+        if self.model.version == "plain":
+            raise ClientError(
+                f"{self.model.name!r} has no chat format here; expected a prompt as text or token"
+                " ids on /v1/completions",
+                code="chat_not_supported",
+                param="model",
+            )
 
     def open_exchange(
         self,
@@ -241,6 +258,7 @@ class Codec:
             ClientError: the request cannot be served; nothing was generated.
             CodecError: the codec failed on a request that had passed every check.
         """
+        self.check_chat()
         if self.profile.missing_reasoning != "restore":
             reasoning = None
         request = READERS[protocol](
@@ -284,6 +302,7 @@ class Codec:
         Raises:
             ClientError: the request cannot be served.
         """
+        self.check_chat()
         request = READERS[protocol](parse_object(body), self.model, self.profile, None)
         return self.convert(protocol, request).prompt_ids
 

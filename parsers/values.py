@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from parsers.wire import TokenLogprob
 
-ModelVersion = Literal["v4", "v4.1"]
+ModelVersion = Literal["v4", "v4.1", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class ServedModel:
 
     Args:
         name: public name, listed and accepted in requests.
-        version: which prompt encoding the codec uses.
+        version: which prompt encoding the codec uses; "plain" for none, and then only raw
+            completions are served.
         tokenizer_path: path of its ``tokenizer.json``.
         max_model_len: context in tokens, prompt and reply together.
         eos_token_ids: ids that end a turn; cut before the codec.

@@ -13,17 +13,23 @@ from pathlib import Path
 import torch
 
 from engine.api import EngineError
+from engine.architectures import AnyConfig, read_config
 from engine.config import ModelConfig
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
-from engine.device.refusals import Gpu, check_fast
+from engine.device.qwen_pool import QwenPool
+from engine.device.recorder import RoutingRecorder
+from engine.device.refusals import Gpu, Refusals, check_fast
 from engine.device.runner import ModelRunner
+from engine.expert_paging import Paging, paging_of, problems
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
-from engine.model.fast import load_fast_model
+from engine.model.fast import FastModel, load_fast_model
+from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
 from engine.options import DECODE_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
 from engine.plan.replay import Replay, tail_of, tail_problems
-from engine.resolve import Facts, Resolved, resolve
+from engine.qwen3_config import Qwen3Config
+from engine.resolve import Resolved, facts_of, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +48,7 @@ class Built:
         ready_seconds: from there to captured and warmed up.
     """
 
-    config: ModelConfig
+    config: AnyConfig
     runner: ModelRunner | FastRunner
     options: EngineConfig
     salt: bytes
@@ -63,7 +69,7 @@ def build(path: Path, options: EngineConfig) -> Built:
     Raises:
         EngineError: the checkpoint, the device or the options cannot be served; says which.
     """
-    config = ModelConfig.from_file(path)
+    config = read_config(path)
     resolved = resolve_here(path, config, options)
     for line in resolved.lines():
         logger.info("engine option %s", line)
@@ -73,8 +79,11 @@ def build(path: Path, options: EngineConfig) -> Built:
         torch.set_num_threads(options.cpu_threads)
     device = torch.device(options.device)
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
-    make = _fast if options.runner == "fast" else _reference
-    built = make(path, config, options, device, dtype)
+    if options.runner == "fast" or not isinstance(config, ModelConfig):
+        built = _fast(path, config, options, device, dtype)
+    else:
+        _check_reference(config, options)
+        built = _reference(path, config, options, device, dtype)
     logger.info(
         "engine ready: weights in %.1f s, pools and decode steps in %.1f s",
         built.load_seconds,
@@ -104,10 +113,13 @@ class Source:
         Raises:
             EngineError: it cannot be served, or another shape than the one that is served.
         """
-        problems = Checkpoint(path).problems()
-        if problems:
+        old, new = read_config(self.path), read_config(path)
+        if isinstance(new, Qwen3Config):
+            QwenCheckpoint(path, new, torch.device("cpu"))
+        elif problems := Checkpoint(path).problems():
             raise CheckpointError(path, problems)
-        old, new = ModelConfig.from_file(self.path), ModelConfig.from_file(path)
+        if type(old) is not type(new):
+            raise EngineError(f"{path}: expected the architecture that is served, got another")
         differing = [
             f"{item.name}: expected {getattr(old, item.name)}, got {getattr(new, item.name)}"
             for item in dataclasses.fields(old)
@@ -132,7 +144,7 @@ class Source:
         return built
 
 
-def resolve_here(path: Path, config: ModelConfig, options: EngineConfig) -> Resolved:
+def resolve_here(path: Path, config: AnyConfig, options: EngineConfig) -> Resolved:
     """Fill in what is open by what this machine has.
 
     Raises:
@@ -142,11 +154,11 @@ def resolve_here(path: Path, config: ModelConfig, options: EngineConfig) -> Reso
     if options.device == "cuda" and gpu is None:
         raise EngineError("engine options: device: cuda asked for, but torch finds no NVIDIA GPU")
     weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    facts = Facts(gpu, usable_cores(), weight_bytes, config.max_position_embeddings)
+    facts = facts_of(config, options, gpu=gpu, cores=usable_cores(), weight_bytes=weight_bytes)
     return resolve(options, facts)
 
 
-def salt_of(path: Path, config: ModelConfig, options: EngineConfig, *form: object) -> bytes:
+def salt_of(path: Path, config: AnyConfig, options: EngineConfig, *form: object) -> bytes:
     """Name everything beside the tokens that the state after them depends on.
 
     Args:
@@ -155,8 +167,13 @@ def salt_of(path: Path, config: ModelConfig, options: EngineConfig, *form: objec
         options: with nothing left open.
         form: what else tells how state is computed and lies in memory.
     """
-    layout = layout_fingerprint(config, options.block_size, str(options.dtype))
-    return Checkpoint(path).fingerprint() + layout + repr(form).encode()
+    if isinstance(config, Qwen3Config):
+        weights = QwenCheckpoint(path, config, torch.device("cpu")).fingerprint()
+        layout = repr((options.block_size, options.dtype)).encode()
+    else:
+        weights = Checkpoint(path).fingerprint()
+        layout = layout_fingerprint(config, options.block_size, str(options.dtype))
+    return weights + layout + repr(form).encode()
 
 
 def free_memory() -> None:
@@ -177,15 +194,31 @@ def _reference(
     model = load_model(path, device=device, dtype=dtype)
     replay = Replay(model.tail, options.prefill, model.tail_problems)
     loaded = time.perf_counter()
-    runner = ModelRunner(model, _pool(config, options, device, dtype, ring=False), device)
+    pool = _pool(config, options, device, dtype, ring=False)
+    assert isinstance(pool, KVPool)
+    runner = ModelRunner(model, pool, device)
     salt = salt_of(path, config, options, "reference", model.round_trips)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
 
+def _check_reference(config: ModelConfig, options: EngineConfig) -> None:
+    """Refuse what the reference runner cannot do.
+
+    Raises:
+        EngineError: naming every reason.
+    """
+    found = Refusals()
+    for p in problems(config, options, 4, None):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    if options.record_routing is not None:
+        found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
+    found.raise_all("the reference runner")
+
+
 def _fast(
     path: Path,
-    config: ModelConfig,
+    config: AnyConfig,
     options: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -195,18 +228,25 @@ def _fast(
         gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     has_triton = importlib.util.find_spec("triton") is not None
     check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
-    tail = tail_of(config)
-    replay = Replay(tail, options.prefill, tuple(tail_problems(config)))
+    if isinstance(config, Qwen3Config):
+        if options.runner != "fast":
+            raise EngineError(
+                "the engine cannot be built: runner: expected fast for this architecture, got reference"
+            )
+        tail = None
+        replay = Replay(None, options.prefill, ("every layer of this model processes every row",))
+    else:
+        tail = tail_of(config)
+        replay = Replay(tail, options.prefill, tuple(tail_problems(config)))
     assert options.max_model_len is not None
+    paging = paging_of(config, options, dtype.itemsize)
     begin = time.perf_counter()
-    model = load_fast_model(
-        path,
-        kernels="triton" if options.kernels == "triton" else "torch",
-        device=device,
-        dtype=dtype,
-        max_model_len=options.max_model_len,
-    )
+    model = _load_fast(path, config, options, device, dtype, paging)
     loaded = time.perf_counter()
+    recorder = None
+    if options.record_routing is not None:
+        per_row = config.num_experts_per_tok
+        recorder = RoutingRecorder(options.record_routing, model.gates, per_row)
     runner = FastRunner(
         model,
         _pool(config, options, device, dtype, ring=True),
@@ -216,7 +256,10 @@ def _fast(
         captures=bool(options.graphs),
         looks_ahead=options.lookahead,
         tail=tail,
+        captured_rows=paging.most_captured_rows,
+        recorder=recorder,
     )
+    _log_paging(paging, runner)
     if options.kernels == "triton":
         runner.warm_up(options.resolve_max_batched_tokens())
     logger.info(
@@ -232,20 +275,65 @@ def _fast(
             bucket.pool_bytes / 1e6,
             len(bucket.kernels),
         )
-    salt = salt_of(path, config, options, "fast", options.kernels, model.round_trips)
+    rounds = model.round_trips if isinstance(model, FastModel) else False
+    salt = salt_of(path, config, options, "fast", options.kernels, rounds)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
 
+def _load_fast(
+    path: Path,
+    config: AnyConfig,
+    options: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    paging: Paging,
+) -> FastModel | Qwen3Model:
+    load = load_qwen3 if isinstance(config, Qwen3Config) else load_fast_model
+    return load(
+        path,
+        kernels="triton" if options.kernels == "triton" else "torch",
+        device=device,
+        dtype=dtype,
+        max_model_len=options.max_model_len,
+        slots=paging.slots,
+        host_bytes=paging.host_bytes,
+    )
+
+
+def _log_paging(paging: Paging, runner: FastRunner) -> None:
+    if not paging.slots:
+        return
+    held, rows = runner.paged, paging.most_captured_rows
+    logger.info(
+        "experts of %d layers are paged: %.1f GB in slots, %.1f GB on the host (pinned in %.1f s)%s;"
+        " decode steps of up to %d requests are captured",
+        len(held),
+        sum(paged.nbytes for paged in held) / 1e9,
+        sum(paged.store.nbytes for paged in held) / 1e9,
+        sum(paged.pin_seconds for paged in held),
+        ", the rest in files" if paging.uses_disk else "",
+        rows or 0,
+    )
+
+
 def _pool(
-    config: ModelConfig,
+    config: AnyConfig,
     options: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
     *,
     ring: bool,
-) -> KVPool:
+) -> KVPool | QwenPool:
     assert options.num_blocks is not None
+    if isinstance(config, Qwen3Config):
+        return QwenPool(
+            config,
+            num_blocks=options.num_blocks + 1,  # and the dummy
+            block_size=options.block_size,
+            device=device,
+            dtype=dtype,
+        )
     try:
         return KVPool(
             config,

@@ -31,14 +31,15 @@ from engine.api import EngineDeadError, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch
 from engine.device.graphs import GraphCache
-from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
-from engine.device.prompt_pass import PromptPass, StepModel
+from engine.device.prompt_pass import Pool, PromptPass, StepModel
+from engine.device.recorder import RoutingRecorder
 from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
+from engine.model.experts import PagedExperts
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
@@ -86,6 +87,9 @@ class FastRunner:
         looks_ahead: whether to launch decode steps ahead.
         buckets: row counts to capture.
         tail: late layers that may process fewer rows of a prompt; None where there are none.
+        captured_rows: most rows of a decode step that is captured, where experts are paged; a
+            bucket of its own. None for no limit.
+        recorder: notes what rows are routed to.
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
@@ -94,7 +98,7 @@ class FastRunner:
     def __init__(
         self,
         model: StepModel,
-        pool: KVPool,
+        pool: Pool,
         device: torch.device,
         *,
         max_model_len: int,
@@ -103,6 +107,8 @@ class FastRunner:
         looks_ahead: bool = True,
         buckets: Sequence[int] = DECODE_BUCKETS,
         tail: Tail | None = None,
+        captured_rows: int | None = None,
+        recorder: RoutingRecorder | None = None,
     ) -> None:
         self.looks_ahead = looks_ahead
         self.policy = SlicePolicy()
@@ -112,6 +118,11 @@ class FastRunner:
         self._tail = tail
         self._feed = feed_triton if model.ops.name == "triton" else feed_torch
         buckets = buckets_up_to(max_num_seqs, buckets)
+        if captured_rows and captured_rows < buckets[-1]:
+            buckets = sorted({*buckets, captured_rows})
+        self._recorder = recorder
+        if recorder is not None:
+            model.ops = recorder.watch(model.ops)
         self._buffers = DecodeBuffers(
             num_rows=buckets[-1],
             max_model_len=max_model_len,
@@ -122,7 +133,16 @@ class FastRunner:
         self.seals = Seals()
         self.seals.add("decode buffers", self._buffers.tensors)
         self.seals.add("kv pool", pool.named_tensors)
-        self.graphs = GraphCache(self._decode, model, buckets, self.seals, captures=captures)
+        self._paged = [e for e in model.experts if isinstance(e, PagedExperts)]
+        self.seals.add("expert slots", self._slot_tensors)
+        self.graphs = GraphCache(
+            self._decode,
+            model,
+            buckets,
+            self.seals,
+            captures=captures,
+            captured_rows=captured_rows,
+        )
         self._lanes = Lanes(self._buffers, self.graphs.bucket_for)
         self._readback = Readback(self._buffers, device)
         self._stopwatch = Stopwatch(device)
@@ -162,7 +182,8 @@ class FastRunner:
     @property
     def vocab_size(self) -> int:
         """Token ids the model knows, and columns of its logits."""
-        return self._model.config.vocab_size
+        count: int = self._model.config.vocab_size
+        return count
 
     @property
     def weight_locks(self) -> tuple[str, ...]:
@@ -171,7 +192,48 @@ class FastRunner:
         return (
             f"decode steps of {count} batch sizes are prepared over the weights' addresses",
             "projections that share an input are joined and scales multiplied in at load",
+            *self._paging_locks(),
         )
+
+    def _paging_locks(self) -> tuple[str, ...]:
+        if not self._paged:
+            return ()
+        slots = sum(paged.num_slots for paged in self._paged)
+        return (
+            f"experts of {len(self._paged)} layers are paged: {slots} of them lie in slots, which"
+            " would keep the old weights",
+        )
+
+    def _slot_tensors(self) -> dict[str, Tensor]:
+        """What graphs read and write of paged experts."""
+        found = {}
+        for number, paged in enumerate(self._paged):
+            state = paged.state
+            for name, tensor in (
+                ("store", paged.store),
+                ("slots", paged.slots),
+                ("slot_expert", state.slot_expert),
+                ("expert_slot", state.expert_slot),
+                ("last_use", state.last_use),
+                ("counters", state.counters),
+                ("moves", state.moves),
+            ):
+                found[f"{name}[{number}]"] = tensor
+        return found
+
+    @property
+    def paged(self) -> tuple[PagedExperts, ...]:
+        """Experts that are paged, of each layer that has such."""
+        return tuple(self._paged)
+
+    def close(self) -> None:
+        """Write what was recorded.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._recorder is not None:
+            self._recorder.close()
 
     def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
         """Run a plan and draw one token per chunk that wants logits.

@@ -97,6 +97,8 @@ class GraphCache:
         buckets: row counts.
         seals: of the buffers that the body uses.
         captures: whether to capture CUDA graphs; the body is called otherwise.
+        captured_rows: most rows of a bucket that is captured; None for no limit. Larger ones have
+            work that the host decides.
     """
 
     def __init__(
@@ -107,12 +109,14 @@ class GraphCache:
         seals: Seals,
         *,
         captures: bool,
+        captured_rows: int | None = None,
     ) -> None:
         self.buckets = tuple(sorted(buckets))
         self.captured: tuple[Captured, ...] = ()
         self._body = body
         self._model = model
         self._captures = captures
+        self._most = max(buckets) if captured_rows is None else captured_rows
         self._seals = seals
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -154,14 +158,17 @@ class GraphCache:
         Returns:
             float32 [bucket, V], its logits; the next run of any bucket overwrites them.
         """
-        if not self._captures:
+        if not self._is_captured(bucket):
             return self._body(bucket)
         graph, logits = self._graphs[bucket]
         graph.replay()
         return logits
 
+    def _is_captured(self, bucket: int) -> bool:
+        return self._captures and bucket <= self._most
+
     def _prepare(self, bucket: int, pool: Any) -> None:
-        if not self._captures:
+        if not self._is_captured(bucket):
             self._body(bucket)
             return
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

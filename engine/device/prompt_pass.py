@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.api import TokenLogprob
-from engine.config import ModelConfig
 from engine.device.kvpool import KVPool
+from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_narrowings, build_rows
 from engine.device.sampler import Draw, Sample, logprobs_of, sample
 from engine.kernels.ops import Ops
 from engine.kernels.rows import Narrowing, Rows
+from engine.model.experts import Experts
 from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk
 
@@ -23,19 +24,26 @@ from engine.plan.step import Chunk
 SCORED_ROWS = 256
 
 
-class StepModel(Protocol):
-    """What the fast runner needs of a model; engine.model.fast.FastModel."""
+Pool = KVPool | QwenPool
 
-    config: ModelConfig
+
+class StepModel(Protocol):
+    """What the fast runner needs of a model; engine.model.fast.FastModel and Qwen3Model."""
+
+    config: Any
     ops: Ops
 
-    def decode(self, rows: Rows, pool: KVPool) -> Tensor:
+    @property
+    def experts(self) -> tuple[Experts, ...]:
+        """Routed experts of each layer."""
+
+    def decode(self, rows: Rows, pool: Any) -> Tensor:
         """Give float32 logits [T, V] of one row a sequence; capturable."""
 
     def prefill(
         self,
         rows: Rows,
-        pool: KVPool,
+        pool: Any,
         logit_rows: Tensor,
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
@@ -65,7 +73,7 @@ class PromptPass:
     def begin(
         cls,
         model: StepModel,
-        pool: KVPool,
+        pool: Pool,
         chunks: Sequence[Chunk],
         device: torch.device,
         tail: Tail | None = None,

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.api import EngineError
+from engine.architectures import AnyConfig
 from engine.config import ModelConfig
+from engine.expert_paging import problems
+from engine.memory import container_memory
 from engine.options import EngineConfig
 
 #: Oldest GPUs whose units know FP8, which the kernels convert from.
@@ -56,7 +59,7 @@ class Refusals:
 
 
 def check_fast(
-    config: ModelConfig,
+    config: AnyConfig,
     options: EngineConfig,
     gpu: Gpu | None,
     *,
@@ -80,7 +83,7 @@ def check_fast(
     if fused:
         found.check(has_triton, "kernels triton", seen="none", accepted="Triton installed")
         found.check(gpu is not None, "kernels triton", seen="the CPU", accepted="an NVIDIA GPU")
-        for name in TILED:
+        for name in TILED if isinstance(config, ModelConfig) else ("head_dim",):
             side = getattr(config, name)
             power = side & (side - 1) == 0
             found.check(power, f"config.json: {name}", seen=side, accepted="a power of two")
@@ -93,10 +96,16 @@ def check_fast(
         found.check(
             enough, "compute capability", seen=seen, accepted=f"{least} or above for FP8 kernels"
         )
-    ratios = sorted({ratio for ratio in config.compress_ratios if ratio})
+    compress = config.compress_ratios if isinstance(config, ModelConfig) else ()
+    ratios = sorted({ratio for ratio in compress if ratio})
     wrong = [ratio for ratio in ratios if options.block_size % ratio]
     found.check(
         not wrong, "block_size", seen=options.block_size, accepted=f"a multiple of {ratios}"
     )
+    itemsize = 4 if options.dtype == "float32" else 2
+    for p in problems(config, options, itemsize, container_memory()):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    if options.record_routing is not None and options.graphs:
+        found.check(False, "graphs", seen="on beside record_routing", accepted="off")
     found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
     found.raise_all("the fast runner")

@@ -59,6 +59,9 @@ class LogitsRunner(abc.ABC):
     def run(self, plan: StepPlan) -> Tensor:
         """Give float32 [N, V] logits for the N chunks that want them, in the plan's order."""
 
+    def close(self) -> None:  # noqa: B027 - most collect nothing
+        """Write what was collected while serving: nothing, here."""
+
     def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
         """Run a plan and draw one token per chunk that wants logits.
 

@@ -126,7 +126,7 @@ def repack_experts(repack: Repack, experts: Sequence[Raw], *, chunk: int) -> lis
     for expert in range(count):
         for name, tensor in found[expert].tensors.items():
             other = again[expert].tensors[name]
-            if not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)):
+            if not torch.equal(_bytes(tensor), _bytes(other)):
                 raise EngineError(
                     f"experts: repacking expert {expert} gives another {name} beside other"
                     " experts; a format whose experts depend on each other cannot be paged"
@@ -162,3 +162,8 @@ _STORED = {
     "int4_awq": ("qweight", "qzeros", "scales"),
     "int4_gptq": ("qweight", "qzeros", "scales"),
 }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Bytes of a tensor, by which NaN equals itself."""
+    return tensor.flatten().view(torch.uint8)

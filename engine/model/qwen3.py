@@ -7,6 +7,7 @@ resident or paged, so the same model runs larger than the GPU.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Narrowing, Rows
+from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts
 from engine.model.packed import join
 from engine.model.placement import FILLERS, Placement
@@ -269,6 +271,7 @@ class QwenCheckpoint:
     threads = FILLERS
 
     def __init__(self, path: Path, config: Qwen3Config, device: torch.device) -> None:
+        self._path = path
         self._device = device
         self._how = config.quantisation
         self._files: dict[str, Any] = {}
@@ -335,6 +338,24 @@ class QwenCheckpoint:
         """Read a tensor."""
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor.to(self._device)
+
+    def fingerprint(self) -> bytes:
+        """Name configuration and weights, without reading them all: 32 bytes.
+
+        Covers config.json, every tensor's name and shape, and pages spread over each file.
+        """
+        digest = hashlib.blake2b(digest_size=32)
+        digest.update((self._path / "config.json").read_bytes())
+        for name in sorted(self._files):
+            shape = self._files[name].get_slice(name).get_shape()
+            digest.update(f"{name} {shape}".encode())
+        for file in sorted(self._path.glob("model*.safetensors")):
+            size = file.stat().st_size
+            with file.open("rb") as opened:
+                for sample in range(SAMPLES):
+                    opened.seek(size * sample // SAMPLES)
+                    digest.update(opened.read(4096))
+        return digest.digest()
 
     def linear(self, name: str) -> Matrix:
         """Read a linear, quantised or plain."""

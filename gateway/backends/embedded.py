@@ -20,6 +20,7 @@ from engine.api import (
     ModelInfo,
     TokenDelta,
 )
+from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.options import EngineConfig
 from gateway.threads import LONG_PROMPT, in_thread_if
@@ -179,7 +180,7 @@ def _start_thread(path: Path, options: EngineConfig) -> EngineThread:
 
 
 def _model_info(path: Path, options: EngineConfig, name: str | None) -> ModelInfo:
-    config = ModelConfig.from_file(path)
+    config = read_config(path)
     tokenizer = path / "tokenizer.json"
     if not tokenizer.is_file():
         raise EngineError(f"{tokenizer}: file not found; a served checkpoint has its tokenizer")
@@ -187,7 +188,7 @@ def _model_info(path: Path, options: EngineConfig, name: str | None) -> ModelInf
         name = TINY_NAME if path == TINY_CHECKPOINT.resolve() else path.name
     return ModelInfo(
         name=name,
-        version=config.version,
+        version=config.version if isinstance(config, ModelConfig) else "plain",
         max_model_len=options.resolve_max_model_len(config.max_position_embeddings),
         eos_token_ids=config.eos_token_ids,
         tokenizer_path=str(tokenizer),

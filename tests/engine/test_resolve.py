@@ -35,6 +35,11 @@ def test_every_value_says_where_it_comes_from() -> None:
         "prefix_cache = on (default)",
         "prefill = off (default)",
         "max_snapshots = 64 (default)",
+        "expert_slots = None (default)",
+        "expert_slots_file = None (default)",
+        "resident_layers = 0 (default)",
+        "expert_host_gb = None (default)",
+        "record_routing = None (default)",
         "cpu_threads = 15 (16 cores, 9,000 MB of weights)",
     ]
 

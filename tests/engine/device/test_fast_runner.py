@@ -370,6 +370,7 @@ class Faulty:
 
     def __init__(self, model: FastModel, change: Callable[[Tensor], Tensor]) -> None:
         self.config, self.ops = model.config, model.ops
+        self.experts = model.experts
         self._model, self._change = model, change
 
     def decode(self, rows: Any, pool: Any) -> Tensor:

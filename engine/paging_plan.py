@@ -1,0 +1,276 @@
+"""`bathyal engine plan --trace`: how many slots each layer's experts get, and what that costs.
+
+The GPU is split between what every token needs (weights that are not routed experts, KV for the
+context and concurrency asked for, buffers of decode steps), a reserve, and slots; what is left for
+slots goes to the layers where the recorded routing misses most (engine.plan.paging). The table says
+what more or less context or concurrency would cost in misses. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.api import EngineError
+from engine.architectures import AnyConfig
+from engine.config import ModelConfig
+from engine.expert_paging import Experts, experts_of, write_slots
+from engine.memory import RESERVE, plan_memory
+from engine.options import EngineConfig
+from engine.plan.paging import SlotPlan, solve
+from engine.qwen3_config import Qwen3Config
+from engine.routing_trace import RoutingTrace
+
+#: Bytes per second at which kernels read pinned memory over PCIe 5 x16, measured on an H200.
+BUS = 51e9
+#: Bytes of an element on the GPU.
+ITEMSIZE = 2
+#: Multiples of the context and of the concurrency asked for that the table shows.
+FACTORS = ((0.5, 1.0), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user wants of one machine.
+
+    Args:
+        gpu_bytes: of the GPU.
+        host_bytes: for experts on the host.
+        context: tokens of a request.
+        concurrency: requests at full context at once.
+    """
+
+    gpu_bytes: int
+    host_bytes: int
+    context: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who gets what of the GPU, in bytes.
+
+    Args:
+        weights: all but routed experts.
+        kv: of the requests.
+        steps: buffers of decode steps.
+        reserve: for activations, the allocator and kernels.
+        experts: what is left; below 0 where nothing is.
+    """
+
+    weights: int
+    kv: int
+    steps: int
+    reserve: int
+    experts: int
+
+
+def split(config: AnyConfig, wish: Wish) -> Split:
+    """Split the GPU by a wish.
+
+    Raises:
+        EngineError: the context exceeds the model's.
+    """
+    reserve = math.ceil(wish.gpu_bytes * RESERVE)
+    if isinstance(config, Qwen3Config):
+        weights, kv, steps = _qwen(config, wish)
+    else:
+        weights, kv, steps = _deepseek(config, wish)
+    left = wish.gpu_bytes - weights - kv - steps - reserve
+    return Split(weights, kv, steps, reserve, left)
+
+
+def _deepseek(config: ModelConfig, wish: Wish) -> tuple[int, int, int]:
+    block = EngineConfig().block_size
+    options = EngineConfig(
+        max_model_len=wish.context,
+        max_num_seqs=wish.concurrency,
+        max_batched_tokens=max(8192, wish.concurrency + 1),
+        num_blocks=wish.concurrency * -(-wish.context // block),
+    )
+    plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=wish.gpu_bytes, packed=True)
+    sums = {
+        owner: sum(item.nbytes for item in plan.items if item.owner == owner)
+        for owner in ("weights", "slots", "blocks", "steps")
+    }
+    routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
+    return sums["weights"] - routed, sums["slots"] + sums["blocks"], sums["steps"]
+
+
+def _qwen(c: Qwen3Config, wish: Wish) -> tuple[int, int, int]:
+    if wish.context > c.max_position_embeddings:
+        raise EngineError(
+            f"--context: the model's context is {c.max_position_embeddings} tokens, got {wish.context}"
+        )
+    heads = c.num_attention_heads + 2 * c.num_key_value_heads
+    attention = (heads + c.num_attention_heads) * c.head_dim * c.hidden_size
+    layer = attention + c.num_experts * c.hidden_size + 2 * c.hidden_size + 2 * c.head_dim
+    ends = 2 * c.vocab_size * c.hidden_size + c.hidden_size
+    weights = (c.num_hidden_layers * layer + ends) * ITEMSIZE
+    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * ITEMSIZE
+    block = EngineConfig().block_size
+    blocks = wish.concurrency * -(-wish.context // block) + 1
+    steps = 4 * (wish.concurrency * c.vocab_size + wish.context * c.head_dim)
+    return weights, blocks * block * row, steps
+
+
+#: Name of routed experts in the memory plan's items.
+ROUTED = "routed experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Slots for one wish.
+
+    Args:
+        wish: whose.
+        split: of the GPU.
+        plan: slots by layer; None where they do not fit.
+        why: what does not fit; "" where all does.
+        disk_bytes: experts that are in files alone.
+    """
+
+    wish: Wish
+    split: Split
+    plan: SlotPlan | None
+    why: str = ""
+    disk_bytes: int = 0
+
+
+def answer(config: AnyConfig, trace: RoutingTrace, wish: Wish) -> Answer:
+    """Solve for one wish; where the host has too little room, with files as the third tier."""
+    experts = experts_of(config, ITEMSIZE)
+    found = split(config, wish)
+    gpu = max(0, found.experts) // experts.nbytes
+    host = wish.host_bytes // experts.nbytes
+    routing = trace.decode_steps()
+
+    def slots(host_experts: int) -> SlotPlan:
+        return solve(
+            routing,
+            num_experts=experts.count,
+            per_row=experts.per_row,
+            gpu_experts=gpu,
+            host_experts=host_experts,
+        )
+
+    try:
+        return Answer(wish, found, slots(host))
+    except EngineError as error:
+        why = str(error)
+    try:
+        plan = slots(experts.layers * experts.count)
+    except EngineError:
+        return Answer(wish, found, None, why)
+    missing = (plan.host_experts - host) * experts.nbytes
+    return Answer(wish, found, plan, why, missing)
+
+
+def check_trace(trace: RoutingTrace, experts: Experts) -> None:
+    """Refuse a trace of another model, or of too little.
+
+    Raises:
+        EngineError: it is; says what was expected.
+    """
+    for what, wanted, got in (
+        ("experts", experts.count, trace.num_experts),
+        ("experts a token is routed to", experts.per_row, trace.per_row),
+        ("layers", experts.layers, len(trace.layers)),
+    ):
+        if wanted != got:
+            raise EngineError(f"trace: {what}: expected the model's {wanted}, got {got}")
+    fewest = min(sum(not step.prompt for step in steps) for steps in trace.layers)
+    if fewest < 2:
+        raise EngineError(f"trace: expected decode steps of every layer, got {fewest} in one")
+
+
+def report(config: AnyConfig, trace: RoutingTrace, wish: Wish, out: Path | None) -> Iterator[str]:
+    """Give the lines of the command; writes the slots if `out` says where.
+
+    Raises:
+        EngineError: the trace is of another model, or nothing fits.
+        OSError: the file cannot be written.
+    """
+    experts = experts_of(config, ITEMSIZE)
+    check_trace(trace, experts)
+    own = answer(config, trace, wish)
+    yield (
+        f"experts   {experts.layers} layers of {experts.count}, {experts.nbytes:,} bytes each,"
+        f" {experts.layers * experts.count * experts.nbytes / 1e9:.1f} GB in all;"
+        f" a token takes {experts.per_row}"
+    )
+    s = own.split
+    yield f"gpu       {wish.gpu_bytes:>18,}  --gpu-gb"
+    for what, nbytes in (
+        ("weights", s.weights),
+        ("kv", s.kv),
+        ("steps", s.steps),
+        ("reserve", s.reserve),
+        ("slots", s.experts),
+    ):
+        yield f"  {what:<8}{nbytes:>18,}"
+    yield f"host      {wish.host_bytes:>18,}  for experts"
+    if own.plan is None:
+        raise EngineError(own.why)
+    plan = own.plan
+    if own.why:
+        yield f"files     {own.disk_bytes:>18,}  the host has no room for them: {own.why}"
+    yield from _layers(plan)
+    yield f"hit rate  {plan.hit_rate:.4f} of {plan.lookups:,} lookups of the trace"
+    yield f"captured  decode steps of up to {_captured(plan, experts)} requests"
+    yield ""
+    yield "context  requests  kv GB  slots GB  layers whole  hit rate  MB a step  ms a step"
+    for context, concurrency in FACTORS:
+        other = dataclasses.replace(
+            wish,
+            context=int(wish.context * context),
+            concurrency=max(1, int(wish.concurrency * concurrency)),
+        )
+        yield _row(config, trace, other)
+    yield f"(ms a step: what is missed, at {BUS / 1e9:.0f} GB/s)"
+    if out is not None:
+        write_slots(out, plan.slots)
+        host = f" --expert-host-gb {wish.host_bytes // 10**9}" if own.why else ""
+        yield f"wrote {out}: serve with --expert-slots-file {out}{host}"
+
+
+def _layers(plan: SlotPlan) -> Iterator[str]:
+    """Slots by layer, a line for each run of layers with as many."""
+    begin = 0
+    for layer in range(1, len(plan.slots) + 1):
+        if layer < len(plan.slots) and plan.slots[layer] == plan.slots[begin]:
+            continue
+        k = plan.slots[begin]
+        name = str(begin) if layer == begin + 1 else f"{begin}-{layer - 1}"
+        whole = ", whole on the GPU" if k == plan.num_experts else ""
+        yield f"  layer {name:<8}{k:>5} slots{whole}"
+        begin = layer
+
+
+def _captured(plan: SlotPlan, experts: Experts) -> str:
+    paged = [k for k in plan.slots if k < plan.num_experts]
+    return str(min(paged) // experts.per_row) if paged else "any number of"
+
+
+def _row(config: AnyConfig, trace: RoutingTrace, wish: Wish) -> str:
+    head = f"{wish.context:>7}  {wish.concurrency:>8}"
+    try:
+        found = answer(config, trace, wish)
+    except EngineError as error:
+        return f"{head}  {error}"
+    kv = f"{found.split.kv / 1e9:>5.1f}"
+    if found.plan is None:
+        return f"{head}  {kv}  does not fit"
+    plan, nbytes = found.plan, experts_of(config, ITEMSIZE).nbytes
+    # layers have about as many steps as each other
+    steps = max(1, min(len(steps) for steps in trace.decode_steps()))
+    moved = plan.misses / steps * nbytes
+    whole = sum(k == plan.num_experts for k in plan.slots)
+    files = f"  {found.disk_bytes / 1e9:.1f} GB in files" if found.why else ""
+    return (
+        f"{head}  {kv}  {plan.gpu_experts * nbytes / 1e9:>8.1f}  {whole:>12}"
+        f"  {plan.hit_rate:>8.4f}  {moved / 1e6:>9.1f}  {moved / BUS * 1e3:>9.3f}{files}"
+    )

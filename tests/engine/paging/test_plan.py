@@ -1,0 +1,198 @@
+"""`bathyal engine plan --trace`: traces are checked, slots fit, and more slots never miss more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from safetensors.numpy import save_file
+
+from engine import TINY_CHECKPOINT
+from engine.api import EngineError
+from engine.architectures import read_config
+from engine.cli import main
+from engine.expert_paging import experts_of
+from engine.memory import RESERVE, plan_memory
+from engine.options import EngineConfig
+from engine.paging_plan import ITEMSIZE, ROUTED, Wish, answer, split
+from engine.plan.residency import Residency
+from engine.routing_trace import RoutingTrace, Step, read_trace, write_trace
+from tests.engine.paging.checkpoints import write_qwen
+from tests.engine.paging.test_serving import greedy, load, runner_of
+
+
+def skewed(layers: int, experts: int, k: int, steps: int, seed: int = 0) -> RoutingTrace:
+    """A trace in which layer i uses 2 + i experts mostly."""
+    draw = np.random.default_rng(seed)
+
+    def step(layer: int) -> Step:
+        few = min(experts, k + layer)
+        ids = draw.choice(few if draw.random() < 0.9 else experts, k, replace=False)
+        return Step(ids[None].astype(np.int16), prompt=False)
+
+    prompt = Step(np.tile(np.arange(k, dtype=np.int16), (5, 1)), prompt=True)
+    return RoutingTrace(
+        experts, k, tuple((prompt, *(step(i) for _ in range(steps))) for i in range(layers))
+    )
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=3), st.integers(0, 99))
+def test_a_trace_comes_back(tmp_path_factory, flags: list[list[bool]], seed: int) -> None:  # type: ignore[no-untyped-def]
+    """Whatever steps it has, layers without any included."""
+    draw = np.random.default_rng(seed)
+    layers = tuple(
+        tuple(Step(draw.integers(0, 9, (draw.integers(1, 4), 2)).astype(np.int16), f) for f in line)
+        for line in flags
+    )
+    file = tmp_path_factory.mktemp("trace") / "t.safetensors"
+    write_trace(file, RoutingTrace(9, 2, layers))
+    back = read_trace(file)
+    assert (back.num_experts, back.per_row, len(back.layers)) == (9, 2, len(layers))
+    for got, want in zip(back.layers, layers, strict=True):
+        assert [s.prompt for s in got] == [s.prompt for s in want]
+        assert all(np.array_equal(a.experts, b.experts) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layers.0.rows": np.array([1, 1], np.int32)},
+            "layer 0: rows: expected one number a step",
+        ),
+        (
+            {"layers.0.experts": np.full((3, 2), 9, np.int16)},
+            "expected ids from 0 to 8, got 9 to 9",
+        ),
+        ({"layers.0.experts": np.zeros((3, 3), np.int16)}, r"expected \[rows, 2\], got \[3, 3\]"),
+    ],
+)
+def test_a_broken_trace_is_refused(
+    tmp_path: Path, change: dict[str, np.ndarray], message: str
+) -> None:
+    """Named by layer and tensor, with what was expected."""
+    tensors = {
+        "layers.0.experts": np.zeros((3, 2), np.int16),
+        "layers.0.rows": np.array([1, 2], np.int32),
+        "layers.0.prompt": np.array([0, 1], np.uint8),
+    } | change
+    told = {"format": "bathyal-routing", "version": "1", "num_experts": "9",
+            "num_experts_per_tok": "2", "num_hidden_layers": "1"}  # fmt: skip
+    save_file(tensors, tmp_path / "t", metadata=told)
+    with pytest.raises(EngineError, match=message):
+        read_trace(tmp_path / "t")
+
+
+def test_other_files_are_no_traces(tmp_path: Path) -> None:
+    """A safetensors file without our mark, and a file that is none."""
+    save_file({"a": np.zeros(1)}, tmp_path / "a")
+    with pytest.raises(EngineError, match="expected a routing trace, format 'bathyal-routing'"):
+        read_trace(tmp_path / "a")
+    (tmp_path / "b").write_text("hello")
+    with pytest.raises(EngineError, match="not a routing trace"):
+        read_trace(tmp_path / "b")
+
+
+def test_split_is_the_memory_plans() -> None:
+    """What tokens need beside routed experts is what the memory plan counts, to the byte."""
+    config = read_config(TINY_CHECKPOINT)
+    options = EngineConfig(
+        max_model_len=512, max_num_seqs=4, num_blocks=16, max_batched_tokens=8192
+    )
+    plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=10**9, packed=True)  # type: ignore[arg-type]
+    routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
+    assert routed > 0
+    found = split(config, Wish(10**9, 0, 512, 4))
+    assert found.weights + found.kv + found.steps == plan.nbytes - routed
+    assert found.experts == 10**9 - int(10**9 * RESERVE) - plan.nbytes + routed
+
+
+def test_slots_fit_and_more_of_the_gpu_never_misses_more(tmp_path: Path) -> None:
+    """Over a range of GPUs: room is kept, hit rates rise, the plan's misses are the tables' own."""
+    config = read_config(write_qwen(tmp_path))
+    experts = experts_of(config, ITEMSIZE)
+    trace = skewed(3, 8, 2, 60)
+    rates = []
+    base = 10**7
+    fixed = split(config, Wish(base, 0, 64, 2))
+    for slots in (6, 9, 13, 18, 24):
+        gpu = (base - fixed.experts - fixed.reserve + slots * experts.nbytes) / (1 - RESERVE)
+        wish = Wish(int(gpu) + 64, 24 * experts.nbytes, 64, 2)
+        found = answer(config, trace, wish)
+        assert found.plan is not None
+        assert found.plan.gpu_experts <= max(0, found.split.experts) // experts.nbytes
+        assert found.plan.gpu_experts <= slots
+        rates.append(found.plan.hit_rate)
+        for steps, k in zip(trace.decode_steps(), found.plan.slots, strict=True):
+            table = Residency(8, k)
+            for step in steps:
+                table.bring_in(step)
+            assert table.hits + table.misses == sum(map(len, steps))
+    assert rates == sorted(rates)
+    assert rates[-1] == 1.0
+    assert rates[0] < 0.95
+
+
+def test_command_writes_what_the_engine_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a recorded trace to slots by layer to a served model with the same tokens."""
+    path, trace, slots = write_qwen(tmp_path / "m"), tmp_path / "trace", tmp_path / "slots"
+    core = load(path, record_routing=trace)
+    tokens = greedy(core, [[5, 6, 7], [9] * 20], 10)
+    core.close()
+    config = read_config(path)
+    experts = experts_of(config, ITEMSIZE)
+    fixed = split(config, Wish(10**9, 0, 96, 4))
+    fixed_bytes = 10**9 - fixed.experts - fixed.reserve
+    gpu_gb = (fixed_bytes + 14.5 * experts.nbytes) / (1 - RESERVE) / 1e9
+    asked = ["plan", "--model", str(path), "--trace", str(trace), "--out", str(slots),
+             "--gpu-gb", str(gpu_gb), "--host-gb", "1", "--context", "96", "--concurrency", "4"]  # fmt: skip
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "hit rate" in told
+    assert "--expert-slots-file" in told
+    numbers = [int(line) for line in slots.read_text().split()]
+    assert len(numbers) == 3
+    assert sum(numbers) <= 14
+    served = load(path, expert_slots_file=slots)
+    assert [one.num_slots for one in runner_of(served).paged] == [k for k in numbers if k < 8]
+    assert greedy(served, [[5, 6, 7], [9] * 20], 10) == tokens
+
+
+def test_a_host_that_is_too_small_leaves_the_rest_to_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says how much, and with which option it is served."""
+    path, trace = write_qwen(tmp_path / "m"), tmp_path / "trace"
+    write_trace(trace, skewed(3, 8, 2, 20))
+    config = read_config(path)
+    fixed = split(config, Wish(10**9, 0, 96, 4))
+    nbytes = experts_of(config, ITEMSIZE).nbytes
+    gpu_gb = (10**9 - fixed.experts - fixed.reserve + 8.5 * nbytes) / (1 - RESERVE) / 1e9
+    asked = ["plan", "--model", str(path), "--trace", str(trace), "--gpu-gb", str(gpu_gb),
+             "--context", "96", "--concurrency", "4"]  # fmt: skip
+    assert main([*asked, "--host-gb", str(10.5 * nbytes / 1e9)]) == 0
+    told = capsys.readouterr().out
+    assert f"files     {14 * nbytes:>18,}" in told
+    assert main([*asked[:-6], "--gpu-gb", "0.0001", "--host-gb", "1"]) == 2
+    assert "expected room on the GPU for" in capsys.readouterr().err
+
+
+def test_a_trace_of_another_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named by number; so is a trace without decode steps, and a missing budget."""
+    path, trace = write_qwen(tmp_path / "m"), tmp_path / "trace"
+    asked = ["plan", "--model", str(path), "--trace", str(trace), "--host-gb", "1"]
+    write_trace(trace, skewed(2, 8, 2, 5))
+    assert main([*asked, "--gpu-gb", "1"]) == 2
+    assert "trace: layers: expected the model's 3, got 2" in capsys.readouterr().err
+    write_trace(trace, skewed(3, 8, 2, 0))
+    assert main([*asked, "--gpu-gb", "1"]) == 2
+    assert "expected decode steps of every layer, got 0" in capsys.readouterr().err
+    assert main(asked) == 2
+    assert "--gpu-gb: expected gigabytes beside --trace, got none" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Paged experts through the engine: tokens do not depend on slots, whatever runs beside and before."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import TINY_CHECKPOINT
+from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
+from engine.core import EngineCore, load_engine
+from engine.device.fast_runner import FastRunner
+from engine.device.graphs import GraphCache
+from engine.device.seals import Seals
+from engine.model.experts import PagedExperts
+from engine.options import EngineConfig
+from engine.routing_trace import read_trace
+from tests.engine.device.engines import requests, run, same
+from tests.engine.paging.checkpoints import write_qwen
+
+OPTIONS = EngineConfig(
+    device="cpu",
+    runner="fast",
+    cpu_threads=1,
+    block_size=16,
+    num_blocks=24,
+    max_num_seqs=6,
+    max_batched_tokens=40,
+    max_snapshots=5,
+    max_model_len=96,
+)
+PROMPTS = [[7, 300, 12, 9, 1001, 44], [5] * 30, list(range(20, 61))]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+def load(path: Path, **options: object) -> EngineCore:
+    return load_engine(path, dataclasses.replace(OPTIONS, **options))  # type: ignore[arg-type]
+
+
+def runner_of(core: EngineCore) -> FastRunner:
+    assert isinstance(core._runner, FastRunner)
+    return core._runner
+
+
+def greedy(core: EngineCore, prompts: list[list[int]], tokens: int = 12) -> list[list[int]]:
+    for number, ids in enumerate(prompts):
+        core.submit(GenerateRequest(f"r{number}", tuple(ids), SamplingParams(tokens, 0.0)))
+    by_id: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
+    while core.has_work:
+        for delta in core.step():
+            assert delta.finish_reason is not FinishReason.ERROR, delta.error
+            by_id[delta.request_id] += delta.token_ids
+    return list(by_id.values())
+
+
+@pytest.fixture(scope="module")
+def tiny_tokens() -> list[list[int]]:
+    return greedy(load(TINY_CHECKPOINT), PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_slots": 8},
+        {"expert_slots": 5},
+        {"expert_slots": 2},
+        {"expert_slots": 3, "resident_layers": 4},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_of_the_shipped_model(
+    tiny_tokens: list[list[int]], options: dict[str, int]
+) -> None:
+    """K = E, K = top_k and between: the same tokens; a layer with a slot for all has no store (J5)."""
+    core = load(TINY_CHECKPOINT, **options)
+    assert greedy(core, PROMPTS) == tiny_tokens
+    paged = runner_of(core).paged
+    assert len(paged) == (
+        0 if options["expert_slots"] == 8 else 9 - options.get("resident_layers", 0)
+    )
+    for one in paged:
+        one.check_integrity()
+
+
+def test_slots_by_layer_come_from_a_file(tiny_tokens: list[list[int]], tmp_path: Path) -> None:
+    """One number a layer; the tokens stay the same."""
+    file = tmp_path / "slots"
+    file.write_text("8\n2\n3\n8\n7\n2\n2\n4\n5\n")
+    core = load(TINY_CHECKPOINT, expert_slots_file=file)
+    assert [one.num_slots for one in runner_of(core).paged] == [2, 3, 7, 2, 2, 4, 5]
+    assert greedy(core, PROMPTS) == tiny_tokens
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+def test_soak(qwen: Path, slots: int) -> None:
+    """Random loads with aborts: what resident experts give; slots hold the host's bytes at the end (J4, J5)."""
+    resident, paged = load(qwen), load(qwen, expert_slots=slots)
+    for seed in range(3):
+        some = requests(random.Random(seed), 12)
+        assert same(run(paged, some), run(resident, some), some)
+    for one in runner_of(paged).paged:
+        one.check_integrity()
+        counters = one.state.counters.tolist()
+        assert counters[1] > 0
+        assert counters[2] > 0
+
+
+def test_a_fault_in_a_pass_leaves_the_tables_true(qwen: Path) -> None:
+    """A model that fails between waves harms its requests alone (c4)."""
+    resident, core = load(qwen), load(qwen, expert_slots=2)
+    (first, *_) = runner_of(core).paged
+    masked, calls = first._masked, []
+
+    def failing(*args: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        return masked(*args)  # type: ignore[arg-type]
+
+    first._masked = failing  # type: ignore[method-assign, assignment]
+    core.submit(GenerateRequest("bad", tuple(range(30)), SamplingParams(4, 0.0)))
+    (delta,) = core.step()
+    assert delta.finish_reason is FinishReason.ERROR
+    first.check_integrity()
+    prompts = [[9, 8, 7], list(range(40))]
+    assert greedy(core, prompts) == greedy(resident, prompts)
+
+
+def test_steps_beyond_the_slots_are_not_captured(qwen: Path) -> None:
+    """The largest captured step is K // top_k, a bucket of its own (J7)."""
+    runner = runner_of(load(qwen, expert_slots=6))
+    assert runner.graphs.buckets == (1, 2, 3, 4, 8)
+    asked: list[int] = []
+    cache = GraphCache(
+        lambda rows: torch.zeros(asked.append(rows) or rows, 1),  # type: ignore[func-returns-value]
+        runner._model,
+        (1, 2, 3, 4),
+        Seals(),
+        captures=True,
+        captured_rows=3,
+    )
+    assert [cache._is_captured(rows) for rows in (1, 3, 4)] == [True, True, False]
+    cache.run(4)
+    assert asked == [4]
+
+
+def test_weights_are_not_written_under_resident_experts(qwen: Path) -> None:
+    """In place is refused, with the reason; a rebuild gives the same tokens again."""
+    core = load(qwen, expert_slots=3)
+    before = greedy(core, PROMPTS[1:])
+    with pytest.raises(
+        EngineError, match=r"paged: 9 of them lie in slots.*without in_place drains"
+    ):
+        core.update_weights(qwen, in_place=True)
+    core.update_weights(qwen)
+    assert greedy(core, PROMPTS[1:]) == before
+    assert all(isinstance(one, PagedExperts) for one in runner_of(core).paged)
+
+
+def test_every_reason_is_named_at_once(qwen: Path, tmp_path: Path) -> None:
+    """Slots, layers, runner and graphs in one message, each with what was seen and is accepted."""
+    with pytest.raises(EngineError) as caught:
+        load(TINY_CHECKPOINT, expert_slots=1, resident_layers=10, runner="reference")
+    message = str(caught.value)
+    assert "expert_slots: expected 2 (experts a token is routed to) to 8, got 1" in message
+    assert "resident_layers: expected at most 9, got 10" in message
+    assert "runner: expected fast, got reference beside paged experts" in message
+    file = tmp_path / "slots"
+    file.write_text("3\n1\n")
+    with pytest.raises(EngineError) as caught:
+        load(qwen, expert_slots_file=file, expert_slots=3, graphs=True)
+    message = str(caught.value)
+    assert "expert_slots: expected one of both, got 3 beside" in message
+    assert "expected one for each of 3 layers, got 2 numbers" in message
+    assert "layer 1: expected 2 (experts a token is routed to) to 8, got 1" in message
+    assert "graphs on: expected an NVIDIA GPU, got the CPU" in message
+    file.write_text("3 x 4")
+    with pytest.raises(EngineError, match="expected a whole number a line, got 'x' as number 2"):
+        load(qwen, expert_slots_file=file)
+    with pytest.raises(EngineError, match="resident_layers: expected nothing without expert_slots"):
+        load(qwen, resident_layers=1)
+
+
+def test_qwen_has_no_reference_runner(qwen: Path) -> None:
+    """Asked for, it is refused; left open, the fast one is taken."""
+    with pytest.raises(EngineError, match="runner: expected fast for this architecture"):
+        load(qwen, runner="reference")
+    runner_of(load(qwen, runner="auto"))
+
+
+def test_prefix_cache_of_a_model_without_slots(qwen: Path) -> None:
+    """A second prompt with a common beginning is a hit, with the tokens of a cold run."""
+    core = load(qwen)
+    text = list(range(2, 60))
+    (first,) = greedy(core, [text], 6)
+    again = [[*text, *first, 9, 9]]
+    warm = greedy(core, again, 6)
+    assert core.stats().prefix_hits == 1
+    assert core.stats().cached_tokens >= 48
+    assert warm == greedy(load(qwen, prefix_cache=False), again, 6)
+
+
+def test_prompt_logprobs_of_qwen(qwen: Path) -> None:
+    """Scores of prompt tokens are the logits' own, in parts as whole."""
+    core = load(qwen)
+    ids = tuple(range(3, 60))
+    core.submit(GenerateRequest("r", ids, SamplingParams(1, 0.0), prompt_logprobs=0))
+    found = None
+    while core.has_work:
+        for delta in core.step():
+            found = found or delta.prompt_logprobs
+    assert found is not None
+    assert found[0] is None
+    assert all(one is not None and one.logprob < 0 for one in found[1:])
+
+
+def test_recorded_routing_is_what_steps_were_routed_to(qwen: Path, tmp_path: Path) -> None:
+    """One row for each token a layer processed, in the file's form; tokens stay the same."""
+    file = tmp_path / "trace.safetensors"
+    core = load(qwen, record_routing=file)
+    tokens = greedy(core, [PROMPTS[1]], 5)
+    assert tokens == greedy(load(qwen), [PROMPTS[1]], 5)
+    core.close()
+    trace = read_trace(file)
+    assert (trace.num_experts, trace.per_row, len(trace.layers)) == (8, 2, 3)
+    for steps in trace.layers:
+        assert sum(len(step.experts) for step in steps if step.prompt) == 30
+        assert 4 <= len([step for step in steps if not step.prompt]) <= 6
+    with pytest.raises(EngineError, match="runner: expected fast, got reference beside record_"):
+        load(TINY_CHECKPOINT, record_routing=file, runner="reference")
