@@ -159,7 +159,7 @@ def prefill() -> None:
                 rate = flops[name] * rows / (us * 1e-6) / RATE
                 how = "as few rows" if rows <= most else "as many"
                 print(f"{name:18} T {rows:5} {us:9.1f} us {rate:5.0%} of rate, {how}", flush=True)
-    gemv.MAX_ROWS = 64
+    gemv.MAX_ROWS = 128
 
 
 def main() -> None:

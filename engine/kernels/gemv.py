@@ -21,8 +21,9 @@ from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper,
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 
-#: Most rows this kernel takes; more are a matter of arithmetic (engine.kernels.gemm).
-MAX_ROWS = 64
+#: Most rows this kernel takes, and of blocks with a short side; more are a matter of arithmetic
+#: (engine.kernels.gemm).
+MAX_ROWS, MAX_ROWS_SHORT = 128, 64
 #: Programs an H200 has room for: three on each of its 132 processors.
 _PROGRAMS = 396
 _MAX_JOBS = 4
@@ -364,6 +365,12 @@ def _gemv(
 # ---------------------------------------------------------------- launch
 
 
+def takes(rows: int, w: Matrix) -> bool:
+    """Whether a product of T rows with a weight is one for this kernel."""
+    most = MAX_ROWS_SHORT if w.kind == "fp8" and w.block < 128 else MAX_ROWS
+    return w.kind in ("plain", "fp8") and rows <= most
+
+
 def choose(job: Job, share: float = 1.0) -> Config:
     """Tiling of a job, from host shapes alone: a table by class of shape.
 
@@ -379,7 +386,7 @@ def choose(job: Job, share: float = 1.0) -> Config:
     else:
         bk = 128 // job.w.data.element_size()
         bn = 64 if rows <= 32 else 128
-    if rows > 32 and job.w.block != 32:
+    if rows > 32 and (job.w.kind == "plain" or job.w.block >= 128):
         # One tile of rows, so that weights are read and unpacked once; a program is twice as large.
         bt, bk, programs = 64, min(bk, 64), programs * 2 / 3
     elif rows > 16:

@@ -207,7 +207,7 @@ def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None)
 
 
 def _is_small(rows: int, ws: Sequence[Matrix]) -> bool:
-    return rows <= gemv.MAX_ROWS and all(w.kind != "fp4" for w in ws)
+    return all(gemv.takes(rows, w) for w in ws)
 
 
 def linear_triton(

@@ -98,7 +98,7 @@ def test_a_normed_product_is_norm_round_product():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 128, 256), (3, 130, 288), (17, 96, 64), (65, 40, 160)]
+    ("rows", "n", "k"), [(1, 128, 256), (3, 130, 288), (17, 96, 64), (70, 40, 64), (129, 40, 160)]
 )
 def test_a_product_equals_its_twin(rows, n, k, kind, dtype):
     """A kernel's product differs from the twin's (even and odd shapes, few and many rows)."""
@@ -145,7 +145,7 @@ def test_products_of_one_launch_are_those_of_several():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rows", [2, 66])
+@pytest.mark.parametrize("rows", [2, 130])
 def test_a_normed_product_equals_its_twin(rows, dtype):
     """Norm, rounding or product of a slice of columns differ from the twin's."""
     wide, norm = normal(rows, 200, dtype=dtype), normal(160, seed=3)
@@ -164,7 +164,7 @@ def test_a_zero_row_is_normed_to_zero():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rows", [1, 18, 66])
+@pytest.mark.parametrize("rows", [1, 18, 130])
 @pytest.mark.parametrize("group", [32, 128, None])
 def test_the_attention_output_equals_its_twin(group, rows, dtype):
     """wo_a by groups, its rounding or wo_b's summands differ from the twin's."""
@@ -227,6 +227,34 @@ def test_the_comparison_sees_a_planted_fault(fault):
     x, w = normal(3, 128, dtype=torch.bfloat16), matrix("fp8 32", 128, 128)
     wrong = linear.linear_triton(*FAULTS[fault](x, w))
     assert difference(wrong, linear.linear_torch(x, w)) > TOLERANCE[torch.bfloat16]
+
+
+SHAPES_OF_MODELS = [
+    ("fp8", 128, 1536, 4096, 1, 0),
+    ("fp8", 128, 32768, 1024, 1, 0),
+    ("fp8", 128, 8192, 4096, 8, 128),
+    ("fp8", 32, 8192, 4096, 8, 32),
+    ("fp8", 32, 5120, 8192, 1, 0),
+    ("plain", 0, 129280, 4096, 1, 0),
+    ("plain", 0, 64, 5120, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "block", "n", "k", "groups", "out_group"), SHAPES_OF_MODELS)
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64, 128])
+def test_tilings_fit_the_models(rows, kind, block, n, k, groups, out_group):
+    """A tiling leaves a share of K empty, cuts a group in two or mixes scales in one sum."""
+    element = torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16
+    with torch.device("meta"):
+        w = Matrix(kind, torch.empty(n, k, dtype=element), None, block)
+        x = torch.empty(rows, groups * k, dtype=torch.bfloat16)
+    config = gemv.choose(gemv.Job(x, w, x, groups, out_group))
+    steps = -(-k // config.bk)
+    assert 1 <= config.split <= steps
+    assert (config.split - 1) * -(-steps // config.split) < steps
+    assert (n // groups) % config.bn == 0 or groups == 1
+    assert not out_group or config.bn % out_group == 0
+    assert not block or config.bk % block == 0 or block % config.bk == 0
 
 
 # ---------------------------------------------------------------- real shapes
