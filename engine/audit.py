@@ -26,8 +26,10 @@ import orjson
 import torch
 
 from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
+from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.core import EngineCore, load_engine
+from engine.expert_paging import experts_of
 from engine.options import EngineConfig
 from engine.plan.replay import tail_of
 
@@ -69,12 +71,16 @@ class Timing:
     tokens_per_second: float
 
 
-def variants(options: EngineConfig, *, has_tail: bool) -> dict[str, EngineConfig]:
+def variants(
+    options: EngineConfig, *, has_tail: bool, slots: int | None = None
+) -> dict[str, EngineConfig]:
     """Name -> options of everything that is compared.
 
     Args:
         options: as configured, what every switch is compared with.
         has_tail: whether the model's prompts can be replayed.
+        slots: of each layer's experts, to be compared with all of them on the device; None for a
+            model whose experts cannot be paged.
     """
 
     def turned(**changes: Any) -> EngineConfig:
@@ -91,6 +97,12 @@ def variants(options: EngineConfig, *, has_tail: bool) -> dict[str, EngineConfig
             found["lookahead off"] = turned(lookahead=False)
     else:
         found["fast runner"] = turned(runner="fast")
+    if options.expert_slots is not None or options.expert_slots_file is not None:
+        found["all experts resident"] = turned(
+            expert_slots=None, expert_slots_file=None, resident_layers=0, expert_host_gb=None
+        )
+    elif slots is not None and fast:
+        found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)
     found[f"prefix cache {'off' if options.prefix_cache else 'on'}"] = turned(
         prefix_cache=not options.prefix_cache
     )
@@ -116,7 +128,7 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
     Raises:
         EngineError: the configured engine cannot be loaded, or a prompt does not fit its context.
     """
-    config = ModelConfig.from_file(path)
+    config = read_config(path)
     context = options.resolve_max_model_len(config.max_position_embeddings)
     longest = max(load.lengths) + TURN + load.new_tokens
     if longest > context:
@@ -129,11 +141,14 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
             f"audit: concurrency: expected at most max_num_seqs {options.max_num_seqs}, "
             f"got {max(load.concurrency)}"
         )
-    vocab, has_tail = config.vocab_size, tail_of(config) is not None
+    vocab = config.vocab_size
+    has_tail = isinstance(config, ModelConfig) and tail_of(config) is not None
+    experts = experts_of(config, 2)
+    slots = max(experts.per_row, experts.count // 2)
     rows: list[dict[str, Any]] = []
     scores: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    for name, changed in variants(options, has_tail=has_tail).items():
+    for name, changed in variants(options, has_tail=has_tail, slots=slots).items():
         _forget()
         begin = time.perf_counter()
         try:

@@ -166,9 +166,6 @@ def _plan(args: argparse.Namespace) -> int:
     for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
         if value is not None and not 0 < value < 1e6:
             raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
-    for flag, count in (("--context", args.context), ("--concurrency", args.concurrency)):
-        if count is not None and count < 1:
-            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
     if args.trace is not None:
         return _plan_slots(args)
     if args.out is not None:
@@ -195,6 +192,9 @@ def _plan_slots(args: argparse.Namespace) -> int:
     from engine.paging_plan import Wish, report
     from engine.routing_trace import read_trace
 
+    for flag, count in (("--context", args.context), ("--concurrency", args.concurrency)):
+        if count is not None and count < 1:
+            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
     config = read_config(args.model)
     limit = container_memory()
     host = limit if args.host_gb is None else int(args.host_gb * 1e9)

@@ -26,6 +26,7 @@ from gateway.backends.embedded import EmbeddedBackend
 from gateway.backends.scripted import ScriptedBackend
 from gateway.settings import Settings, SettingsError
 from gateway.sse import LAST_WORDS_SECONDS
+from parsers import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ async def _serve(
     announce(f"bathyal loads {settings.model}")
     async with app.router.lifespan_context(app):
         keep_loop_free()
-        server = _Server(app, settings, served_model(settings, backend).name, announce)
+        server = _Server(app, settings, served_model(settings, backend), announce)
         watch = asyncio.create_task(_watch(backend, server))
         with _signals_held():
             await server.serve(sockets=[listener])
@@ -131,7 +132,11 @@ class _Server(uvicorn.Server):
     """uvicorn, but it says in our words when it is ready."""
 
     def __init__(
-        self, app: Starlette, settings: Settings, model_name: str, announce: Callable[[str], None]
+        self,
+        app: Starlette,
+        settings: Settings,
+        model: ServedModel,
+        announce: Callable[[str], None],
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -144,7 +149,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.drain_seconds,
             )
         )
-        self._model_name = model_name
+        self._model = model
         self._announce = announce
         self._loop = asyncio.get_running_loop()
 
@@ -152,7 +157,7 @@ class _Server(uvicorn.Server):
         """Listen, then announce the address and a first command to try."""
         await super().startup(sockets)
         if self.started and sockets:
-            self._announce(_ready_text(sockets[0].getsockname(), self._model_name))
+            self._announce(_ready_text(sockets[0].getsockname(), self._model))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal; on a second SIGINT end the open replies at once."""
@@ -165,14 +170,16 @@ class _Server(uvicorn.Server):
             reply.cancel()
 
 
-def _ready_text(address: tuple[str, int], model_name: str) -> str:
+def _ready_text(address: tuple[str, int], model: ServedModel) -> str:
     host, port = address[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    path, prompt = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if model.version == "plain":
+        path, prompt = "completions", '"prompt": "Hello"'
     return (
-        f"bathyal serves {model_name} at {url}/v1\n\n"
+        f"bathyal serves {model.name} at {url}/v1\n\n"
         "Try it from another terminal:\n"
-        f"  curl {url}/v1/chat/completions -d "
-        f"""'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'\n"""
+        f"""  curl {url}/v1/{path} -d '{{"model": "{model.name}", {prompt}}}'\n"""
     )
 
 

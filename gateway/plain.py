@@ -143,12 +143,14 @@ def _tokenized(codec: Codec, body: bytes) -> bytes:
 
 def _parsed(codec: Codec, body: bytes) -> bytes:
     """Answer /parse_function_call; the fields of the result are the names of SGLang's reply."""
+    codec.check_chat()
     text, tools = _parse_request(_fields(body))
     return orjson.dumps(parse_function_call(codec, text, tools))
 
 
 def _separated(codec: Codec, body: bytes) -> bytes:
     """Answer /separate_reasoning: `text`, `reasoning_parser`, `return_blocks`."""
+    codec.check_chat()
     fields = _fields(body)
     text, blocks = fields.get("text"), fields.get("return_blocks") or False
     if not isinstance(text, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import orjson
@@ -65,3 +66,14 @@ def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) 
     """Numbers that are none exit with 2 and the flag's name."""
     assert main(["audit", "--lengths", "12,x"]) == 2
     assert "--lengths: expected positive numbers" in capsys.readouterr().err
+
+
+def test_paging_is_a_switch() -> None:
+    """Paged experts are compared with resident ones, whichever is configured; the reference has none."""
+    fast = dataclasses.replace(OPTIONS, runner="fast")
+    found = variants(fast, has_tail=False, slots=4)
+    assert found["experts paged, 4 slots"].expert_slots == 4
+    paged = dataclasses.replace(fast, expert_slots=4, resident_layers=1)
+    found = variants(paged, has_tail=False, slots=4)
+    assert found["all experts resident"] == fast
+    assert not any("experts" in name for name in variants(OPTIONS, has_tail=False, slots=4))

@@ -75,7 +75,7 @@ def test_what_the_user_set_stays(
     for item in dataclasses.fields(options):
         asked, got = getattr(options, item.name), getattr(found.config, item.name)
         assert got == asked or (asked in ("auto", None) and rule_of(item.name).resolvable)
-        assert got not in ("auto", None)
+        assert got not in ("auto", None) or not rule_of(item.name).resolvable
     assert resolve(found.config, facts).config == found.config
 
 
@@ -107,3 +107,17 @@ def test_every_field_is_declared_with_help() -> None:
     for item in dataclasses.fields(EngineConfig):
         assert len(rule_of(item.name).about) > 20
         assert rule_of(item.name).accepted
+
+
+def test_paging_takes_the_fast_runner_and_recording_no_graphs() -> None:
+    """Where only the fast runner serves, it is taken on the CPU too; nothing is captured while recording."""
+    found = resolve(EngineConfig(), dataclasses.replace(CPU, only_fast="experts are paged"))
+    assert "runner = fast (experts are paged)" in found.lines()
+    found = resolve(EngineConfig(), dataclasses.replace(GPU, eager="routing is recorded"))
+    assert "graphs = off (routing is recorded)" in found.lines()
+    assert resolve(EngineConfig(graphs=True), found_eager()).config.graphs is True
+
+
+def found_eager() -> Facts:
+    """A GPU on which decode steps are not captured; who asks for graphs is refused later."""
+    return dataclasses.replace(GPU, eager="routing is recorded")
