@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.micro.timing import BANDWIDTH, RATE, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
 from engine.kernels.moe import moe_torch, moe_triton
-from engine.kernels.moe_decode import Layout, stream_experts
+from engine.kernels.moe_decode import LAYOUT, Layout, stream_experts
 from engine.kernels.router import Routing, group_torch, route_triton
 from engine.kernels.rows import Rows
 
@@ -25,8 +25,8 @@ TOPK = 6
 LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
-#: Layouts of both launches that were not chosen.
-OTHERS = [(Layout(8, 1, 255), Layout(16, 1, 128))]
+#: Layouts beside the one in use.
+OTHERS = [Layout(1, 4, 20, 96), Layout(2, 2, 20, 96)]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -94,25 +94,24 @@ def check() -> None:
         print(f"{rows} rows: relative error {error:.1e}, repeats bitwise: {same}", flush=True)
 
 
-def decode(layer: Layer, name: str, rows: int, layouts: list[tuple[Layout, Layout]]) -> None:
+def decode(layer: Layer, name: str, rows: int, layouts: list[Layout]) -> None:
     """Time passes of few rows."""
     calls = 16 if rows < 16 else 8
     inputs = [(layer.rows(rows), routed(rows, layer.experts)) for _ in range(calls)]
     nbytes = sum(layer.nbytes(routing) for _, routing in inputs) / calls
-    for pair in layouts:
+    for layout in layouts:
         us = replayed_us(
             [
                 partial(
                     stream_experts, x, routing, layer.w13, layer.w2, *layer.shared[i % 4],
-                    limit=LIMIT, act_group=layer.block, layouts=pair,
+                    limit=LIMIT, act_group=layer.block, layout=layout,
                 )
                 for i, (x, routing) in enumerate(inputs)
             ]
         )  # fmt: skip
         share = nbytes / us / 1e-6 / BANDWIDTH * 100
-        names = " ".join(f"{p.warps} warps x {p.resident}, {p.registers} registers;" for p in pair)
         print(f"{name} B={rows:2d} {us:7.1f} us {nbytes / 1e6:7.1f} MB {share:5.1f}% of the "
-              f"bandwidth: {names}", flush=True)  # fmt: skip
+              f"bandwidth: {layout}", flush=True)  # fmt: skip
 
 
 def prefill(layer: Layer, name: str, rows: int) -> None:
@@ -155,20 +154,19 @@ def main() -> None:
     torch.manual_seed(0)
     check()
     layer = Layer("v4-flash")
-    used = [(Layout.of(4096), Layout.of(2048))]
     for rows in (1, 64):
-        decode(layer, "v4-flash", rows, used + OTHERS)
+        decode(layer, "v4-flash", rows, [LAYOUT, *OTHERS])
     for rows in (8192, 1024):
         prefill(layer, "v4-flash", rows)
     for rows in (1, 64, 8192):
         routes(rows)
     if not quick:
         for rows in (4, 16):
-            decode(layer, "v4-flash", rows, used)
+            decode(layer, "v4-flash", rows, [LAYOUT])
         del layer
         layer = Layer("v41")
         for rows in (1, 64):
-            decode(layer, "v41", rows, [(Layout.of(5120), Layout.of(2304))])
+            decode(layer, "v41", rows, [LAYOUT])
 
 
 if __name__ == "__main__":

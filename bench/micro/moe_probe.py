@@ -11,6 +11,8 @@ tensor cores' product.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from bench.micro.timing import replayed_us
@@ -56,7 +58,7 @@ def _read(data, scale, out, PATTERN: tl.constexpr, SCALES: tl.constexpr, MATH: t
             s = row + group + 118
             if SCALES:
                 s = tl.load(scale + row * (K // 128) + (group >> 2)) >> ((group & 3) << 3)
-            loaded = loaded + ((w[0], w[1], w[2], w[3], s),)
+            loaded = loaded + ((w[0], w[1], w[2], w[3], s),)  # noqa: RUF005
         for i in tl.static_range(8):
             w = loaded[i]
             if MATH == 0:
@@ -97,8 +99,8 @@ def main() -> None:
         (0, 1, 3),
     ]
     for pattern, scales, math in combos:
-        call = lambda: _read[(ROWS // 64,)](  # noqa: E731
-            data, scale, out, pattern, scales, math, num_warps=4, maxnreg=128
+        call = partial(
+            _read[(ROWS // 64,)], data, scale, out, pattern, scales, math, num_warps=4, maxnreg=128
         )
         us = replayed_us([call], repeats=3)
         rate = (data.nbytes + scales * scale.nbytes) / us / 1e6

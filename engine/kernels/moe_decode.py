@@ -1,11 +1,16 @@
 """Experts for a few rows: narrow weights, streamed once (twin: engine.kernels.moe.moe_torch).
 
-Two launches, W13 and W2. Work is counted in *units*: TILES tiles of 16 weight rows times up to 8
-rows of x. A tile of W13 is 8 gate rows and the 8 up rows of the same hidden values. Every program
-takes an equal, contiguous share of the units of all tiles of pairs, so that each reads the same
-number of bytes, whatever was routed where; some programs take the shared expert, in the same way.
-A program's warps split the columns between them and add up at the end of a unit. Weights come
-through shared memory by asynchronous copies, some units ahead.
+W13, the rounding of hidden values, W2: three launches. A program is one warp, which owns TILES tiles
+of 16 weight rows, whole rows of them, times up to 8 rows of x: it shares nothing with other warps,
+so that none waits for another and their loads and arithmetic overlap by chance. That needs many
+warps; registers are limited to make room for them. A tile of W13 is 8 gate rows and the 8 up rows
+of the same hidden values. Programs take equal, contiguous shares of all these *units*, so that each
+reads about the same number of bytes, whatever was routed where; some programs take the shared
+expert, in the same way.
+
+Measured on an H200: reading FP4 in this pattern, unpacking it and multiplying reaches 3.45 TB/s
+(bench/micro/moe_probe.py); sums across warps, or asynchronous copies into shared memory with
+barriers, cost half of that.
 """
 
 from __future__ import annotations
@@ -16,72 +21,90 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import DECODE_TILE, Routing
-from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, fetch, rows_of_x
+from engine.kernels.stream import SUM_SCALE, accumulate, load16, rows_of_x
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
 @triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
+def _scales(scale, line, chunk, group, K: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Scale bytes of one weight row in R chunks: R int32.
 
-
-@triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def _across_warps(sums, first: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):
-    """Add up what the warps have of rows g and g + 8 of the tiles, of one of two columns."""
-    s0 = tl.reshape(sums[first], (WARPS, 32))
-    s1 = tl.reshape(sums[first + 2], (WARPS, 32))
-    if TILES == 1:
-        total = tl.reduce((s0, s1), 0, _add2)
+    Args:
+        scale: pointer to int32.
+        line: the row.
+        chunk: the first of R chunks.
+        group: which 32 columns of the row the thread has in it.
+        K: columns.
+        R: chunks.
+        FP4: e2m1, else e4m3 with one scale per square of side BLOCK.
+        BLOCK: as said.
+    """
+    result = ()
+    if FP4 and K % 128 == 0:  # a word has the scales of a chunk
+        at = line * (K // 128) + chunk
+        if R == 4 and K % 512 == 0:
+            words = load16(scale + at, group < K // 32)
+        for c in tl.static_range(R):
+            if R == 4 and K % 512 == 0:
+                word = words[c]
+            else:
+                word = tl.load(scale + at + c, mask=group + 4 * c < K // 32, other=0)
+            byte = (word >> ((group & 3) << 3)) & 0xFF
+            result = result + (byte,)  # type: ignore[assignment]  # noqa: RUF005
     else:
-        s2 = tl.reshape(sums[first + 4], (WARPS, 32))
-        s3 = tl.reshape(sums[first + 6], (WARPS, 32))
-        total = tl.reduce((s0, s1, s2, s3), 0, _add4)
-    return total
+        wide: tl.constexpr = K // 32 if FP4 else (K + BLOCK - 1) // BLOCK
+        tall: tl.constexpr = 1 if FP4 else BLOCK
+        grain: tl.constexpr = 32 if FP4 else BLOCK
+        for c in tl.static_range(R):
+            at = line // tall * wide + (group + 4 * c) * 32 // grain
+            word = tl.load(scale + (at >> 2), mask=group + 4 * c < K // 32, other=0)
+            byte = (word >> ((at & 3) << 3)) & 0xFF
+            result = result + (byte,)  # type: ignore[assignment]  # noqa: RUF005
+    return result
 
 
 @triton.jit
-def _finish(sums, half: tl.constexpr, out, target, weight, valid, column, limit,
-            SECOND: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """Store what became of four of the eight rows of x; `target` is where each begins in out."""
-    total = _across_warps(sums, half, TILES, WARPS)
-    at = out + target + column
-    if SECOND:
-        for i in tl.static_range(2 * TILES):
-            tl.store(at + i * 8, total[i] * SUM_SCALE, mask=valid)
-    else:
-        for i in tl.static_range(TILES):
-            gate = tl.minimum(total[2 * i] * SUM_SCALE, limit)
-            up = tl.minimum(tl.maximum(total[2 * i + 1] * SUM_SCALE, -limit), limit)
-            hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
-            tl.store(at + i * 8, cast(hidden, tl.bfloat16), mask=valid)
-
-
-@triton.jit
-def _unit(data, scale, row, group, xs, NT: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-          APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
-    """Read a unit's weights and multiply: 4 * TILES sums."""
+def _chunks(data, scale, row, chunk, x_row, sums, K: tl.constexpr, R: tl.constexpr,
+            APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Add R chunks of columns of TILES tiles to their sums: 4 * TILES float32."""
+    group = chunk * 4 + tl.arange(0, row.shape[0]) % 4
     halves: tl.constexpr = 1 if FP4 else 2
+    per: tl.constexpr = 8 if FP4 else 4  # columns of an int32
     steps = ()
-    for i in tl.static_range(TILES * C * halves):
-        step = fetch(data, scale, row + i // (C * halves) * FURTHER,
-                     group + i % (C * halves) // halves * 4, i % halves, K, FP4, BLOCK,
-                     APART)  # fmt: skip
-        steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
-    zero = tl.zeros((NT,), tl.float32)
-    sums = ()
     for tile in tl.static_range(TILES):
-        c = (zero, zero, zero, zero)
-        for j in tl.static_range(C * halves):
-            c = accumulate(steps[tile * C * halves + j], xs, j * (16 // halves), c, FP4)
-        sums = sums + c  # type: ignore[assignment]
-    return sums
+        line = row + tile * FURTHER
+        s0 = _scales(scale, line, chunk, group, K, R, FP4, BLOCK)
+        s1 = _scales(scale, line + APART, chunk, group, K, R, FP4, BLOCK)
+        for j in tl.static_range(R * halves):
+            at = line * (K // per) + (group + j // halves * 4) * (32 // per) + j % halves * 4
+            use = group + j // halves * 4 < K // 32
+            w = load16(data + at, use)
+            v = load16(data + at + APART * (K // per), use)
+            step = (
+                w[0],
+                w[1],
+                w[2],
+                w[3],
+                v[0],
+                v[1],
+                v[2],
+                v[3],
+                s0[j // halves],
+                s1[j // halves],
+            )
+            steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
+    xs = rows_of_x(x_row, group, R, K, FP4)
+    total = ()
+    for tile in tl.static_range(TILES):
+        c = (sums[4 * tile], sums[4 * tile + 1], sums[4 * tile + 2], sums[4 * tile + 3])
+        for j in tl.static_range(R * halves):
+            c = accumulate(steps[tile * R * halves + j], xs, j * (16 // halves), c, FP4)
+        total = total + c  # type: ignore[assignment]
+    return total
 
 
 @triton.jit
@@ -96,18 +119,30 @@ def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, TILES: tl.co
 
 
 @triton.jit
+def _finish(a, b, out, target, weight, valid, column, limit, SECOND: tl.constexpr):
+    """Store what became of two weight rows and one row of x."""
+    at = out + target + column
+    if SECOND:
+        tl.store(at, a * SUM_SCALE, mask=valid)
+        tl.store(at + 8, b * SUM_SCALE, mask=valid)
+    else:
+        gate = tl.minimum(a * SUM_SCALE, limit)
+        up = tl.minimum(tl.maximum(b * SUM_SCALE, -limit), limit)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
+        tl.store(at, cast(hidden, tl.bfloat16), mask=valid)
+
+
+@triton.jit
 def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
           experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
           WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-          WARPS: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP4: tl.constexpr,
-          BLOCK: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
+          WARPS: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
     """Units [low, high) of one tile of up to eight rows."""
     apart: tl.constexpr = 8 if SECOND else N // 2
     further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
     thread = tl.arange(0, 32 * WARPS)
-    group = thread // 32 * (4 * C) + thread % 4
-    mine = thread % 32 // 4  # g: a weight row of a tile, and a column of the tensor cores
-    lane = tl.arange(0, 32)
+    mine = thread % 32 // 4
     if SHARED:
         first = tile * 8
         count = tl.minimum(T - first, 8)
@@ -119,13 +154,13 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         scale += expert * scale_apart
     words = scale.to(tl.pointer_type(tl.int32))
     # The tensor cores' columns 2 t hold the tile's rows 0 .. 3, 2 t + 1 the rows 4 .. 7, so that
-    # few rows need half of the sums only. Columns beyond the tile's rows repeat the last one.
+    # few rows need half of the stores only. Columns beyond the tile's rows repeat the last one.
     place = first + tl.minimum(mine // 2 + mine % 2 * 4, count - 1)
-    n0 = lane % 4
+    n0 = thread % 4
     n1 = n0 + 4
     p0 = first + tl.minimum(n0, count - 1)
     p1 = first + tl.minimum(n1, count - 1)
-    w0 = tl.full((32,), 1.0, tl.float32)
+    w0 = tl.full((32 * WARPS,), 1.0, tl.float32)
     w1 = w0
     if SHARED:
         source = place + (T * CHOICES if SECOND else 0)
@@ -145,20 +180,29 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         w1 = tl.load(weights + tl.load(order + p1))
     t0 = o0.to(tl.int64) * WIDTH
     t1 = o1.to(tl.int64) * WIDTH
+    x_row = x + source.to(tl.int64) * (K // 2)
     if SECOND and SHARED:
-        every = tl.arange(0, 64)
-        rows = tl.minimum(every // 8, count - 1)
-        choice = tl.minimum(every % 8, CHOICES - 1)
         tl.static_assert(CHOICES <= 8)
-        gaps = tl.min(tl.load(experts + (first + rows) * CHOICES + choice)) < 0
-    xs = rows_of_x(x + source.to(tl.int64) * (K // 2), group, C, K, FP4, ROUND)
-    for unit in tl.range(low, high, num_stages=STAGES):
-        sums = _unit(data, words, mine + unit * (further * TILES), group, xs, 32 * WARPS, K, C,
-                     apart, further, TILES, FP4, BLOCK)  # fmt: skip
-        column = unit * (further * TILES) + lane // 4
-        _finish(sums, 0, out, t0, w0, n0 < count, column, limit, SECOND, TILES, WARPS)
-        if count > 4:
-            _finish(sums, 1, out, t1, w1, n1 < count, column, limit, SECOND, TILES, WARPS)
+        row = (first + tl.minimum(mine, count - 1)) * CHOICES
+        some = tl.load(experts + row + tl.minimum(n0, CHOICES - 1))
+        others = tl.load(experts + row + tl.minimum(n1, CHOICES - 1))
+        gaps = tl.min(tl.minimum(some, others), axis=0) < 0
+    zero = tl.zeros((32 * WARPS,), tl.float32)
+    for unit in range(low, high):
+        column = (unit * WARPS + thread // 32) * (further * TILES) + mine
+        if TILES == 1:
+            sums = (zero, zero, zero, zero)
+        else:
+            sums = (zero, zero, zero, zero, zero, zero, zero, zero)  # type: ignore[assignment]
+        for step in range((K + R * 128 - 1) // (R * 128)):
+            sums = _chunks(data, words, column, step * R, x_row, sums, K, R,
+                           apart, further, TILES, FP4, BLOCK)  # fmt: skip
+        for i in tl.static_range(TILES):
+            _finish(sums[4 * i], sums[4 * i + 2], out, t0, w0, n0 < count,
+                    column + i * further, limit, SECOND)  # fmt: skip
+            if count > 4:
+                _finish(sums[4 * i + 1], sums[4 * i + 3], out, t1, w1, n1 < count,
+                        column + i * further, limit, SECOND)  # fmt: skip
         if SECOND and SHARED:  # noqa: SIM102 - one of the two is known to the compiler
             if gaps:  # nobody else writes choices that reach no expert
                 _clear(out, experts, p0, n0 < count, column, CHOICES, TILES, WIDTH)
@@ -167,16 +211,15 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
 
 @triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
 def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order,
-                    tiles, num_tiles, weights, experts, T, limit, shared_programs,
-                    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-                    SECOND: tl.constexpr, WARPS: tl.constexpr, C: tl.constexpr,
-                    TILES: tl.constexpr, STAGES: tl.constexpr, FP4: tl.constexpr,
-                    BLOCK: tl.constexpr, SHARED_TILES: tl.constexpr, SHARED_STAGES: tl.constexpr,
-                    SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr,
-                    ROUND: tl.constexpr):  # fmt: skip
+                 tiles, num_tiles, weights, experts, T, limit, shared_programs,
+                 CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+                 SECOND: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr,
+                 SHARED_R: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
+                 BLOCK: tl.constexpr, SHARED_FP4: tl.constexpr,
+                 SHARED_BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     if program < shared_programs:
-        shared_units: tl.constexpr = N // (16 * SHARED_TILES)
+        shared_units: tl.constexpr = N // (16 * WARPS)
         total = (T + 7) // 8 * shared_units
         begin = program * total // shared_programs
         end = (program + 1) * total // shared_programs
@@ -184,10 +227,10 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * shared_units, 0)
             high = tl.minimum(end - tile * shared_units, shared_units)
             _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
-                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, SHARED_TILES, WARPS, C,
-                  SHARED_STAGES, SHARED_FP4, SHARED_BLOCK, ROUND)  # fmt: skip
+                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, 1, WARPS, SHARED_R,
+                  SHARED_FP4, SHARED_BLOCK)  # fmt: skip
     else:
-        units: tl.constexpr = N // (16 * TILES)
+        units: tl.constexpr = N // (16 * TILES * WARPS)
         total = tl.load(num_tiles) * units
         programs = tl.num_programs(0) - shared_programs
         begin = (program - shared_programs) * total // programs
@@ -196,8 +239,23 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * units, 0)
             high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
-                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, WARPS, C,
-                  STAGES, FP4, BLOCK, ROUND)  # fmt: skip
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, WARPS, R,
+                  FP4, BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _round_kernel(x, tiles, num_tiles, pairs, WIDTH: tl.constexpr, W: tl.constexpr,
+                  GROUP: tl.constexpr):  # fmt: skip
+    """Round rows of hidden in place; places of pairs that reach no expert hold nothing."""
+    row = tl.program_id(0)
+    last = tl.maximum(tl.load(num_tiles) - 1, 0) * 3
+    used = tl.load(tiles + last + 1) + tl.load(tiles + last + 2)
+    if (row < used) | (row >= pairs):
+        column = tl.program_id(1) * W + tl.arange(0, W)
+        at = x + row.to(tl.int64) * WIDTH + column
+        value = tl.load(at, mask=column < WIDTH, other=0.0).to(tl.float32)
+        rounded = tl.reshape(fp8_device(tl.reshape(value, (1, W)), GROUP, 0), (W,))
+        tl.store(at, cast(rounded, tl.bfloat16), mask=column < WIDTH)
 
 
 # ---------------------------------------------------------------- launches
@@ -225,30 +283,16 @@ class Layout:
     """How a product is laid out on the device.
 
     Args:
-        warps: of a program; they split the columns.
-        resident: programs per multiprocessor.
-        registers: of a thread, at most.
+        tiles: of a warp, 1 or 2; more read x less often and need more registers.
+        chunks: of 128 columns that are fetched together.
+        resident: warps per multiprocessor.
+        registers: of a thread, at most; resident * registers fit 65536 / 32.
     """
 
-    warps: int
-    resident: int
-    registers: int
-
-    @classmethod
-    def of(cls, columns: int) -> Layout:
-        """The one for a product over `columns` columns (bench/micro/moe.py compares some)."""
-        warps = min(
-            16 if columns > 2048 else 8, triton.next_power_of_2(triton.cdiv(columns, CHUNK))
-        )
-        return cls(warps, max(16 // warps, 1), 128)
-
-    def ahead(self, kind: str, chunks: int) -> tuple[int, int]:
-        """Tiles of a unit and stages of the pipeline: what shared memory holds."""
-        halves = 1 if kind == "fp4" else 2
-        tile = chunks * halves * self.warps * 32 * 40  # bytes, weights and scales
-        room = 200_000 // self.resident
-        tiles = 2 if 4 * tile <= room else 1
-        return tiles, max(2, min(room // (tiles * tile) + 1, 5))
+    tiles: int = 1
+    chunks: int = 4
+    resident: int = 24
+    registers: int = 80
 
     @property
     def programs(self) -> int:
@@ -260,13 +304,21 @@ class Layout:
         return self.resident * count
 
 
+LAYOUT = Layout()
+
+
 def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:
-    """The shared expert's part of the programs, by the bytes that are probably to be read."""
+    """The shared expert's part of the programs, by the bytes that are probably to be read.
+
+    Not more than it has units: a program without one would be a gap among its multiprocessor's.
+    """
     experts = routed.shape[0]
     touched = experts * (1.0 - (1.0 - 1.0 / experts) ** pairs)
-    ours = shared.nbytes * triton.cdiv(rows, DECODE_TILE)
+    tiles = triton.cdiv(rows, DECODE_TILE)
+    ours = shared.nbytes * tiles
     part: float = ours / (ours + routed.nbytes / experts * touched)
-    return min(max(round(programs * part), 1), programs - 1)
+    units: int = tiles * (shared.shape[-2] // 16)
+    return min(max(round(programs * part), 1), programs - 1, units)
 
 
 def _product(
@@ -278,20 +330,15 @@ def _product(
     layout: Layout,
     *,
     limit: float,
-    act_group: int | None,
     second: bool,
 ) -> None:
-    """One of the two launches: source [.., K] into out [.., WIDTH]."""
+    """One of the two products: source [.., K] into out [.., WIDTH]."""
     rows, choices = routing.experts.shape
-    columns = source.shape[1]
-    chunks = triton.cdiv(columns, CHUNK * layout.warps)
-    tiles, stages = layout.ahead(w.kind, chunks)
     programs, own = layout.programs, 0
     if shared is None:
         shared = w[0]
     else:
         own = _shared_programs(programs, rows, rows * choices, w, shared)
-    shared_tiles, shared_stages = layout.ahead(shared.kind, chunks)
     assert w.scale is not None
     assert shared.scale is not None
     data = w.data.view(torch.int32)
@@ -314,21 +361,18 @@ def _product(
         own,
         CHOICES=choices,
         N=w.shape[-2],
-        K=columns,
+        K=source.shape[1],
         WIDTH=out.shape[-1],
         SECOND=second,
-        WARPS=layout.warps,
-        C=chunks,
-        TILES=tiles,
-        STAGES=stages,
+        WARPS=1,
+        R=layout.chunks if w.kind == "fp4" else 2,
+        SHARED_R=layout.chunks if shared.kind == "fp4" else 2,
+        TILES=layout.tiles,
         FP4=w.kind == "fp4",
         BLOCK=w.block,
-        SHARED_TILES=shared_tiles,
-        SHARED_STAGES=shared_stages,
         SHARED_FP4=shared.kind == "fp4",
         SHARED_BLOCK=shared.block,
-        ROUND=(act_group or 0) if second else 0,
-        num_warps=layout.warps,
+        num_warps=1,
         maxnreg=layout.registers,
     )
 
@@ -343,21 +387,25 @@ def stream_experts(
     *,
     limit: float,
     act_group: int | None,
-    layouts: tuple[Layout, Layout] | None = None,
+    layout: Layout = LAYOUT,
 ) -> Tensor:
     """Run the experts for up to DECODE_ROWS rows; arguments and result as `moe_torch`.
 
-    `layouts` are those of the two launches, for measurements; chosen by shape otherwise.
+    `layout` is for measurements.
     """
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
-    first, second = layouts or (Layout.of(d), Layout.of(inner))
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
     # What nobody writes is 0; with a shared expert its programs see to that.
     new = torch.zeros if shared2 is None else torch.empty
     parts = new((rows, choices + 1, d), dtype=torch.float32, device=x.device)
-    x = x.contiguous()
-    _product(x, hidden, w13, shared13, routing, first, limit=limit, act_group=None, second=False)
-    _product(hidden, parts, w2, shared2, routing, second, limit=limit, act_group=act_group,
-             second=True)  # fmt: skip
+    _product(x.contiguous(), hidden, w13, shared13, routing, layout, limit=limit, second=False)
+    if act_group is not None:
+        wide = min(1024, triton.next_power_of_2(inner))
+        written = len(hidden) if shared2 is not None else rows * choices
+        _round_kernel[(written, triton.cdiv(inner, wide))](
+            hidden, routing.tiles, routing.num_tiles, rows * choices, WIDTH=inner, W=wide,
+            GROUP=act_group, num_warps=4,
+        )  # fmt: skip
+    _product(hidden, parts, w2, shared2, routing, layout, limit=limit, second=True)
     return parts

@@ -21,7 +21,6 @@ assembly; the interpreter takes equal plain forms.
 
 from __future__ import annotations
 
-from engine.kernels.roundtrip import fp8_scale_device, round_e4m3_device
 from engine.kernels.triton_compat import INTERPRETED, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -29,19 +28,9 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 _SIGNS = tl.constexpr(-0x7FFF8000)
 #: What sums of `accumulate` are to be multiplied by.
 SUM_SCALE = tl.constexpr(65536.0)
-#: Columns of a chunk.
-CHUNK = 128
 
 _MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
-_LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
-_ROUND = tl.constexpr(
-    "{ .reg .b16 e, l, h; .reg .b32 t; .reg .f32 x, y;"
-    " shl.b32 t, $1, 16; mov.b32 x, t; and.b32 t, $1, 0xFFFF0000; mov.b32 y, t;"
-    " mul.f32 x, x, $2; mul.f32 y, y, $2;"
-    " cvt.rn.satfinite.e4m3x2.f32 e, y, x; cvt.rn.f16x2.e4m3x2 t, e; mov.b32 {l, h}, t;"
-    " cvt.f32.f16 x, l; cvt.f32.f16 y, h; mul.f32 x, x, $3; mul.f32 y, y, $3;"
-    " cvt.rn.bf16x2.f32 $0, y, x; }"
-)
+_ZIP = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -127,55 +116,6 @@ def mma(a0, a1, a2, a3, b0, b1, c):
 
 
 @triton.jit
-def _scale(scale, line, column, WIDE: tl.constexpr, use):
-    """The scale at (line, column) of rows of WIDE bytes.
-
-    Read as a whole word, since an asynchronous copy takes no less.
-    """
-    at = line * WIDE + column
-    word = tl.load(scale + (at >> 2), mask=use, other=0)
-    # the same for all lines, and so outside of loops, where these are whole words
-    within = column if WIDE % 4 == 0 else at
-    return (word >> ((within & 3) << 3)) & 0xFF
-
-
-@triton.jit
-def fetch(
-    data, scale, row, group, half, K: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
-    APART: tl.constexpr,
-):  # fmt: skip
-    """Read what one step needs: 16 bytes of each of two weight rows, and their scales.
-
-    Args:
-        data: of the matrix, pointer to int32.
-        scale: the same.
-        row: the tile's row g; the one of g + 8 is APART further on.
-        group: which 32 columns; those beyond K are zeros.
-        half: e4m3 only: which 16 of these.
-        K: columns of the matrix, a multiple of 32.
-        FP4: e2m1, else e4m3.
-        BLOCK: side of the scales' square (e4m3).
-        APART: rows.
-    """
-    use = group < K // 32
-    if FP4:
-        start = row * (K // 8) + group * 4
-        s0 = _scale(scale, row, group, K // 32, use)
-        s1 = _scale(scale, row + APART, group, K // 32, use)
-        below = APART * (K // 8)
-    else:
-        start = row * (K // 4) + group * 8 + half * 4
-        wide: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        column = group * 32 // BLOCK
-        s0 = _scale(scale, row // BLOCK, column, wide, use)
-        s1 = _scale(scale, (row + APART) // BLOCK, column, wide, use)
-        below = APART * (K // 4)
-    w = load16(data + start, use)
-    v = load16(data + start + below, use)
-    return w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3], s0, s1
-
-
-@triton.jit
 def _fp4_pairs(q, factor):
     """Columns (i, i + 4) of the eight in q, i = 0 .. 3."""
     p0 = ((q << 12) & _SIGNS) | ((q << 6) & 0x01C001C0)
@@ -203,7 +143,7 @@ def accumulate(step, xs, FIRST: tl.constexpr, c, FP4: tl.constexpr):
     """Add a fetched step times x to c.
 
     Args:
-        step: of `fetch`.
+        step: four words of weight row g, four of row g + 8, the scale bytes of both.
         xs: of `rows_of_x`.
         FIRST: where this step's begin in xs (16 of them for e2m1, 8 for e4m3).
         c: four float32, as `mma` has them, to be multiplied by SUM_SCALE at last.
@@ -232,54 +172,18 @@ def accumulate(step, xs, FIRST: tl.constexpr, c, FP4: tl.constexpr):
 @triton.jit
 def _zip(a, b):
     """(low of a, low of b) and (high of a, high of b)."""
-    return (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
-
-
-@triton.jit
-def _larger_pairs(a, b):
-    """The larger of each two numbers that are not negative."""
     if _INTERPRETED:
-        return _pair(tl.maximum(_low(a), _low(b)), tl.maximum(_high(a), _high(b)))
-    return tl.inline_asm_elementwise(
-        _LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _round_pair(pair, inverse, scale):
-    """Both numbers times `inverse`, to e4m3, and back."""
-    if _INTERPRETED:
-        low = round_e4m3_device(_low(pair) * inverse) * scale
-        return _pair(low, round_e4m3_device(_high(pair) * inverse) * scale)
-    return tl.inline_asm_elementwise(
-        _ROUND, "=r,r,f,f", [pair, inverse, scale], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _round_pairs(pairs, GROUP: tl.constexpr):
-    """round_trip_fp8 of 16 pairs, a thread's 32 columns of a chunk; GROUP 32 or 128."""
-    NT: tl.constexpr = pairs[0].shape[0]
-    largest = pairs[0] & 0x7FFF7FFF
-    for i in tl.static_range(1, 16):
-        largest = _larger_pairs(largest, pairs[i] & 0x7FFF7FFF)
-    amax = tl.maximum(tl.maximum(_low(largest), _high(largest)), 1e-4)
-    if GROUP == 128:  # the four threads of a quad
-        quad = tl.max(tl.reshape(amax, (NT // 4, 4)), axis=1)
-        amax = tl.reshape(tl.broadcast_to(quad[:, None], (NT // 4, 4)), (NT,))
-    scale = fp8_scale_device(amax)
-    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    rounded = ()
-    for i in tl.static_range(16):
-        rounded = rounded + (  # type: ignore[assignment]  # noqa: RUF005
-            _round_pair(pairs[i], inverse, scale),
+        low = (a & 0xFFFF) | (b << 16)
+        high = ((a >> 16) & 0xFFFF) | (b & -65536)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _ZIP, "=&r,=&r,r,r", [a, b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
-    return rounded
+    return low, high
 
 
 @triton.jit
-def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.constexpr,
-              ROUND: tl.constexpr):  # fmt: skip
+def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.constexpr):  # fmt: skip
     """Read a thread's columns of its row of x, paired as `accumulate` wants them.
 
     Args:
@@ -288,7 +192,6 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
         C: chunks of a thread.
         K: columns of x.
         FP4: pairs for e2m1, else for e4m3.
-        ROUND: group of x's FP8 rounding, 32 or 128; 0 for none.
 
     Returns:
         16 * C int32.
@@ -303,8 +206,6 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
         e = load16(start + 12, group < K // 32)
         pairs = (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3],
                  d[0], d[1], d[2], d[3], e[0], e[1], e[2], e[3])  # fmt: skip
-        if ROUND > 0:
-            pairs = _round_pairs(pairs, ROUND)
         for j in tl.static_range(4):
             if FP4:
                 p = _zip(pairs[4 * j], pairs[4 * j + 2])

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
-from engine.kernels.moe import moe_torch
+from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_decode import can_stream, stream_experts
+from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import Routing, group_torch
+from engine.kernels.router import DECODE_ROWS, Routing, group_torch
 from tests.engine.kernels.passes import DEVICE
 
 GPU = torch.cuda.is_available()
@@ -197,3 +198,36 @@ def test_grouped_equals_twin(
     alone = grouped_experts(x, r, w13, w2, None, None, limit=LIMIT, act_group=group)
     assert torch.equal(alone[:, :k], got[:, :k])
     assert (alone[:, k] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "d", "inner"), [(11, 256, 192)] if GPU else [(11, 64, 32)])
+def test_plain_equals_twin(rows: int, d: int, inner: int, dtype: torch.dtype) -> None:
+    """The kernel for plain weights gives other parts than the torch form."""
+    x, r = inputs(rows, d, dtype), routing(rows, 2, 3, none=(1,))
+    w13, w2, s13, s2 = (
+        Matrix("plain", matrix("plain", *shape, seed=seed).data.to(dtype))
+        for seed, shape in enumerate([(3, 2 * inner, d), (3, d, inner), (2 * inner, d), (d, inner)])
+    )
+    assert can_take_plain(x, None, w13, w2, s13, s2)
+    want = moe_torch(x, r, w13, w2, s13, s2, limit=LIMIT, act_group=None)
+    got = plain_experts(x, r, w13, w2, s13, s2, limit=LIMIT, act_group=None)
+    close(got, want, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    alone = plain_experts(x, r, w13, w2, None, None, limit=LIMIT, act_group=None)
+    assert torch.equal(alone[:, :2], got[:, :2])
+    assert (alone[:, 2] == 0).all()
+
+
+def test_the_way_is_chosen_by_format() -> None:
+    """moe_triton gives other parts than the torch form for some format or number of rows."""
+    d, inner = 64, 32
+    for kind, rows, dtype in (
+        ("plain", 3, torch.float32),
+        ("fp8", 2, torch.float32),
+        ("plain", DECODE_ROWS + 1, torch.float32),
+    ):
+        x, r = inputs(rows, d, dtype), routing(rows, 1, 2)
+        shapes = [(2, 2 * inner, d), (2, d, inner), (2 * inner, d), (d, inner)]
+        ws = [matrix(kind, *shape, block=32, seed=seed) for seed, shape in enumerate(shapes)]
+        want = moe_torch(x, r, *ws, limit=LIMIT, act_group=None)
+        close(moe_triton(x, r, *ws, limit=LIMIT, act_group=None), want, 1e-4)
