@@ -12,9 +12,9 @@ from engine.device.rows import build_rows
 from engine.kernels.ops import ops
 from engine.model.checkpoint import Checkpoint
 from engine.model.dspark import Dspark
-from engine.model.experts import Placement
 from engine.model.fast import FastModel, Held, Pass, load_fast_model
 from engine.model.packed import CheckpointSource, pack_dspark
+from engine.model.placement import Placement
 from tests.engine.model import build, drive
 from tests.oracle_naive.config import Config
 from tests.oracle_naive.draft import dspark as naive_dspark

@@ -168,3 +168,67 @@ def test_shared_expert_counts_once() -> None:
     assert len(other.read_residency().waves(range(E), 1)) == E
     assert torch.equal(run(other, x, how)[:, TOP_K], run(resident, x, how)[:, TOP_K])
     assert dataclasses.is_dataclass(how)
+
+
+def _without_mask(table: Ops) -> Ops:
+    """Padding rows are computed like others (c10)."""
+
+    def group(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        return table.group(experts.clamp(min=0), count)
+
+    return dataclasses.replace(table, group=group)
+
+
+def test_sums_within_a_wave_would_depend_on_the_waves() -> None:
+    """A product that sums a row's choices wave by wave has other bits than one that sums once (c8)."""
+    table = ops("torch")
+    generator = torch.Generator().manual_seed(3)
+    differs = []
+    for seed in range(6):
+        x, _ = routing(table, 6, seed)
+        chosen = torch.stack([torch.randperm(E, generator=generator)[:4] for _ in range(6)])
+        how = Routing(chosen.int(), torch.rand(6, 4, generator=generator), *table.group(chosen.int(), E))  # fmt: skip
+        sums = []
+        for slots in (E, 4):
+            read = weights("plain").__getitem__
+            held = Placement({0: slots}, device=CPU, pin=False).place(0, read, E)
+            own = held.run(table, x, how, None, None, limit=10.0, act_group=None)
+            sums.append(own.sum(1))
+        assert torch.equal(sums[0], sums[1])
+        by_wave = []
+        for slots in (E, 4):
+            read = weights("plain").__getitem__
+            held = Placement({0: slots}, device=CPU, pin=False).place(0, read, E)
+            assert isinstance(held, PagedExperts)
+            total = torch.zeros(6, D)
+            for wave in held._waves(table, how):
+                parts = table.moe(x, wave, held.w13, held.w2, None, None, limit=10.0, act_group=None)  # fmt: skip
+                total = total + parts.sum(1)
+            by_wave.append(total)
+        differs.append(not torch.equal(by_wave[0], by_wave[1]))
+    assert any(differs)
+
+
+def test_padding_that_is_not_masked_is_seen() -> None:
+    """A grouping that takes padding for expert 0 brings it in and computes it (c10, J8)."""
+    table = ops("torch")
+    other = paged("fp4", 2)
+    experts = torch.full((3, TOP_K), -1, dtype=torch.int32)
+    faulty = _without_mask(table)
+    how = Routing(experts, torch.ones(3, TOP_K), *faulty.group(experts, E))
+    shared = matrix("plain", 2 * INNER, D, torch.Generator().manual_seed(2))
+    down = matrix("plain", D, INNER, torch.Generator().manual_seed(3))
+    x = torch.randn(3, D, generator=torch.Generator().manual_seed(4))
+    parts = table.moe(x, how, other.w13, other.w2, shared, down, limit=10.0, act_group=None)
+    assert (parts[:, :TOP_K] != 0).any()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_capture_depends_on_shapes_alone(rows: int) -> None:
+    """The one-wave path is taken by the number of pairs, whatever they are (J7)."""
+    table = ops("torch")
+    other = paged("plain", 4)
+    same = torch.zeros((rows, TOP_K), dtype=torch.int32)
+    for experts in (same, same - 1):
+        how = Routing(experts, torch.zeros(rows, TOP_K), *table.group(experts, E))
+        assert other.is_one_wave(how) is (rows * TOP_K <= 4)
