@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from bench.readme_gpu import gpu
 from bench.rows import RESULTS, ROOT
 
 BEGIN = "<!-- figures: begin (python -m bench.readme) -->\n"
@@ -52,8 +53,9 @@ def read(name: str) -> list[Row]:
 def source(row: Row) -> str:
     """Where a row comes from, for the line under a table."""
     v, d = row["versions"], row["device"]
+    where = f"{d['gpu']}, triton {v['triton']}" if "gpu" in d else f"{d['cpu']}, {d['cores']} cores"
     return (
-        f"`{row['command']}`, commit {row['commit']}, {row['date']}, {d['cpu']}, {d['cores']} cores, "
+        f"`{row['command']}`, commit {row['commit']}, {row['date']}, {where}, "
         f"Python {v['python']}, torch {v['torch']}"
     )
 
@@ -174,7 +176,7 @@ def _spread(s: Row) -> str:
 
 
 PAGES: dict[str, tuple[Callable[[], str], ...]] = {
-    "README.md": (skill, decode, gateway),
+    "README.md": (skill, decode, lambda: gpu(read, source), gateway),
     "engine/checkpoints/tiny/README.md": (skill,),
 }
 
