@@ -1,4 +1,4 @@
-"""Where compressed entries lie: groups of tokens, and pool rows of a sequence's entries."""
+"""What the torch forms of compressors and indexer share: norm, groups, places of entries."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.rows import Rows
-from engine.kernels.triton_compat import tl, triton
-
-# ---------------------------------------------------------------- torch
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,14 +35,3 @@ def entry_places(rows: Rows, seq: Tensor, entries: Tensor, ratio: int) -> Tensor
     per_block = rows.block_size // ratio
     column = (entries // per_block).clamp(0, rows.tables.shape[1] - 1).long()
     return rows.tables[seq.long(), column].long() * per_block + entries % per_block
-
-
-# ---------------------------------------------------------------- Triton
-
-
-@triton.jit
-def entry_place_device(tables, table_width, seq, entry, PER_BLOCK: tl.constexpr, mask):
-    """entry_places of a tile of entries of one sequence: int64; 0 where the mask is false."""
-    column = tl.minimum(entry // PER_BLOCK, table_width - 1)
-    block = tl.load(tables + seq * table_width + column, mask=mask, other=0).to(tl.int64)
-    return tl.where(mask, block * PER_BLOCK + entry % PER_BLOCK, 0)

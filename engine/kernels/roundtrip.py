@@ -168,13 +168,6 @@ def _to_step(x, step):
 
 
 @triton.jit
-def power_of_two_at_least_device(x):
-    """Smallest power of two >= x: float32, positive and normal."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def fp8_scale_device(amax):
     """Power of two of an FP8 group, as round_trip_fp8 has it: amax float32, at least its floor.
 
