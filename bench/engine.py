@@ -8,7 +8,8 @@ fast as it goes. Weights are drawn from a seed, prompts are random ids that shar
 ignored. Modes: `eager` calls the torch twins, `graph` captures them, `fused` captures the kernels.
 
 Rows: bench
-* "start": seconds from nothing to ready: weights drawn, steps captured and kernels made ready;
+* "start": seconds from nothing to ready: weights drawn, steps captured and kernels made ready; and
+  what is held on the device against the memory plan;
 * "ttft": one prompt alone, from its submission to its first token;
 * "decode": `batch` streams of 128 prompt tokens that start together, 256 new tokens each;
 * "beside": eight running streams while a prompt of `prompt_tokens` is processed: time between a
@@ -37,6 +38,7 @@ from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.kernels.ops import Implementation
+from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
 from engine.options import EngineConfig
 
@@ -107,7 +109,7 @@ class Engine:
         captured = time.perf_counter()
         if mode == "fused":
             self.runner.warm_up(chunk)
-        self.start = {
+        self.start: dict[str, Any] = {
             "weights_s": round(drawn - begin, 2),
             "capture_s": round(captured - drawn, 2),
             "warm_up_s": round(time.perf_counter() - captured, 2),
@@ -117,6 +119,11 @@ class Engine:
                 c.bucket: round(c.pool_bytes / 1e6, 1) for c in self.runner.graphs.captured
             },
         }
+        planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
+        self.start["planned_gb"] = round(planned / 1e9, 3)
+        if device == "cuda":
+            held = torch.cuda.memory_allocated()
+            self.start["held_over_planned"] = round(held / planned, 4)
         self.core = EngineCore(self.runner, options, max_position_embeddings=context)
         self._draw = random.Random(0)
         self._vocab = config.vocab_size
