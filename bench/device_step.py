@@ -289,7 +289,9 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for length in prompts:
             begin = time.perf_counter()
             modes: list[PrefillMode] = args.prefill.split(",")
-            times = bench.time_prompt(length, args.chunk, args.repeats, modes)
+            # A long prompt is timed less often: a repeat of it takes as long as many short ones.
+            repeats = max(1, args.repeats * 16384 // max(length, 16384))
+            times = bench.time_prompt(length, args.chunk, repeats, modes)
             base = statistics.median(times[modes[0]])
             flops = bench.prompt_flops(length)
             for prefill, values in times.items():
