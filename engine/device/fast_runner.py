@@ -21,6 +21,7 @@ its writes behind these in the device's order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ from engine.model.experts import PagedExperts
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
+
+logger = logging.getLogger(__name__)
 
 #: Rows of prompts that are processed before the first request: one for each class of shapes.
 WARM_LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
@@ -227,11 +230,22 @@ class FastRunner:
         return tuple(self._paged)
 
     def close(self) -> None:
-        """Write what was recorded.
+        """Log how often paged experts were found, and write what was recorded.
 
         Raises:
             OSError: the file cannot be written.
         """
+        for number, paged in enumerate(self._paged):
+            hits, misses = paged.counts()
+            logger.info(
+                "paged layer %d: %d slots, %d hits, %d misses, hit rate %.4f%s",
+                number,
+                paged.num_slots,
+                hits,
+                misses,
+                hits / max(1, hits + misses),
+                "" if paged.cache is None else f"; from files {paged.cache.figures}",
+            )
         if self._recorder is not None:
             self._recorder.close()
 

@@ -70,6 +70,7 @@ class ExpertLayout:
             m.of({n: t.new_empty(0) for n, t in m.tensors.items()}) for m in matrices
         )
         self._parts: list[dict[str, _Part]] = []
+        self._gaps: list[slice] = []
         self.nbytes = 0
         for m in matrices:
             self._parts.append({name: self._place(t) for name, t in m.tensors.items()})
@@ -77,6 +78,7 @@ class ExpertLayout:
     def _place(self, tensor: Tensor) -> _Part:
         part = _Part(tensor.dtype, tuple(tensor.shape), self.nbytes)
         self.nbytes += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        self._gaps.append(slice(part.offset + part.nbytes, self.nbytes))
         return part
 
     def stacks(self, table: Tensor) -> tuple[Matrix, ...]:
@@ -88,7 +90,8 @@ class ExpertLayout:
 
     def write(self, row: Tensor, matrices: Sequence[Matrix]) -> None:
         """Put one expert into its bytes uint8 [nbytes]; what lies between tensors becomes 0."""
-        row.zero_()
+        for gap in self._gaps:
+            row[gap] = 0
         for stack, m in zip(self.stacks(row[None]), matrices, strict=True):
             held = m.tensors
             for name, tensor in stack.tensors.items():
@@ -340,6 +343,11 @@ class PagedExperts:
         if self.cache is not None:
             self.cache.copied(missing, done)
         return done
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses so far; waits for the device."""
+        _, hits, misses, _ = self.state.counters.tolist()
+        return hits, misses
 
     def read_residency(self) -> Residency:
         """Take the device's tables over; waits for the device (J6)."""

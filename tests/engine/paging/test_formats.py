@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from engine.api import EngineError
 from engine.config import ConfigError
 from engine.kernels.formats import Matrix
 from engine.kernels.ops import ops
+from engine.kernels.router import Routing
 from engine.model import quantised
 from engine.model.experts import ExpertLayout, PagedExperts
 from engine.model.packed import join
@@ -24,6 +26,7 @@ from tests.engine.paging.checkpoints import CONFIG, STORED, method, quantise, va
 from tests.engine.paging.test_experts import CPU, INNER, TOP_K, D, E, routing, run
 
 KINDS = [kind for kind in STORED if kind != "plain"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Largest error of a value, as a share of its row's or group's largest.
 ERRORS = {
     "fp8_block": 2**-4, "fp8_channel": 2**-4, "int8_channel": 0.51 / 127, "nvfp4": 0.2,
@@ -222,3 +225,18 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(EngineError, match=r"experts\.3\.down_proj\.weight_scale: expected \[64, 1\], got \[5, 1\]"):  # fmt: skip
         load_qwen3(path, kernels="torch", device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["int8_channel", "nvfp4", "int4_awq"])
+def test_kernels_compute_unfolded_weights(kind: str) -> None:
+    """By the kernels for plain weights as by the twins, paged and resident alike, with few rows and more."""
+    read = weights(kind).__getitem__
+    for rows in (1, 3):
+        x, how = routing(ops("torch"), rows, 0)
+        want = run(Placement(device=CPU, pin=False).place(0, read, E), x, how)
+        device = torch.device(DEVICE)
+        on = Routing(*(getattr(how, f.name).to(device) for f in fields(how)))
+        for slots in ({}, {0: 2}):
+            held = Placement(slots, device=device, pin=DEVICE == "cuda").place(0, read, E)
+            got = held.run(ops("triton"), x.to(device), on, None, None, limit=10.0, act_group=None)
+            assert (got.cpu()[:, :TOP_K] - want[:, :TOP_K]).abs().max() < 1e-5

@@ -188,6 +188,39 @@ def test_every_reason_is_named_at_once(qwen: Path, tmp_path: Path) -> None:
         load(qwen, resident_layers=1)
 
 
+def test_hit_rates_are_logged_at_the_end(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line a paged layer, with the counts that the tables have."""
+    core = load(qwen, expert_slots=3)
+    greedy(core, PROMPTS[1:])
+    first, *_ = runner_of(core).paged
+    hits, misses = first.counts()
+    assert min(hits, misses) > 0
+    with caplog.at_level("INFO"):
+        core.close()
+    rate = hits / (hits + misses)
+    said = f"paged layer 0: 3 slots, {hits} hits, {misses} misses, hit rate {rate:.4f}"
+    assert said in caplog.messages
+    assert len([line for line in caplog.messages if "paged layer" in line]) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [2, 5])
+def test_captured_and_eager_steps_share_their_tables(qwen: Path, slots: int) -> None:
+    """On a GPU: loads that go in and out of captured steps give resident tokens; slots stay true (J6)."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    on = {"device": "cuda", "dtype": "float32"}
+    resident, paged = load(qwen, **on), load(qwen, **on, expert_slots=slots)
+    runner = runner_of(paged)
+    captured = [bucket for bucket in runner.graphs.buckets if runner.graphs._is_captured(bucket)]
+    assert captured[-1] == slots // 2
+    some = requests(random.Random(0), 12)
+    assert same(run(paged, some), run(resident, some), some)
+    for one in runner.paged:
+        one.check_integrity()
+        assert all(one.counts())
+
+
 def test_qwen_has_no_reference_runner(qwen: Path) -> None:
     """Asked for, it is refused; left open, the fast one is taken."""
     with pytest.raises(EngineError, match="runner: expected fast for this architecture"):
