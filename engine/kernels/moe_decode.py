@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.kernels.formats import Matrix
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import DECODE_TILE, Routing
-from engine.kernels.stream import SUM_SCALE, accumulate, load16, rows_of_x
+from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, load16, rows_of_x
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
@@ -342,6 +342,7 @@ def _product(
     assert w.scale is not None
     assert shared.scale is not None
     data = w.data.view(torch.int32)
+    chunks = triton.next_power_of_2(triton.cdiv(source.shape[1], CHUNK))
     _experts_kernel[(programs,)](
         data,
         w.scale,
@@ -365,8 +366,8 @@ def _product(
         WIDTH=out.shape[-1],
         SECOND=second,
         WARPS=1,
-        R=layout.chunks if w.kind == "fp4" else 2,
-        SHARED_R=layout.chunks if shared.kind == "fp4" else 2,
+        R=min(chunks, layout.chunks if w.kind == "fp4" else 2),
+        SHARED_R=min(chunks, layout.chunks if shared.kind == "fp4" else 2),
         TILES=layout.tiles,
         FP4=w.kind == "fp4",
         BLOCK=w.block,

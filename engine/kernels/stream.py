@@ -28,6 +28,8 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 _SIGNS = tl.constexpr(-0x7FFF8000)
 #: What sums of `accumulate` are to be multiplied by.
 SUM_SCALE = tl.constexpr(65536.0)
+#: Columns of a chunk.
+CHUNK = 128
 
 _MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _ZIP = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
@@ -76,15 +78,19 @@ def multiply_pairs(a, b):
 
 
 @triton.jit
-def _mma_rows(a0, a1, b0, b1, NT: tl.constexpr):
-    """Sums over the threads of a quad, for the rows that a0 and a1 belong to: c of 2t, 2t + 1."""
+def _quads(pair, NT: tl.constexpr):
+    """The two numbers of each thread's pair, by quad: [NT / 32, 8, 4] each."""
+    shape: tl.constexpr = (NT // 32, 8, 4)
+    return tl.reshape(_low(pair), shape), tl.reshape(_high(pair), shape)
+
+
+@triton.jit
+def _plain_rows(a0, a1, b0, b1, NT: tl.constexpr):
+    """Sums over the threads of a quad for the rows that a0 and a1 belong to: c of both columns."""
     total = tl.zeros((NT // 32, 8, 8), tl.float32)
-    for part in tl.static_range(4):
-        a = a0 if part < 2 else a1
-        b = b0 if part < 2 else b1
-        a = tl.reshape(_low(a) if part % 2 == 0 else _high(a), (NT // 32, 8, 1, 4))
-        b = tl.reshape(_low(b) if part % 2 == 0 else _high(b), (NT // 32, 1, 8, 4))
-        total += tl.sum(a * b, axis=3)
+    for i in tl.static_range(2):
+        total += tl.sum(a0[i][:, :, None, :] * b0[i][:, None, :, :], axis=3)
+        total += tl.sum(a1[i][:, :, None, :] * b1[i][:, None, :, :], axis=3)
     even, odd = tl.split(tl.reshape(total, (NT // 32, 8, 4, 2)))
     return tl.reshape(even, (NT,)), tl.reshape(odd, (NT,))
 
@@ -99,8 +105,9 @@ def mma(a0, a1, a2, a3, b0, b1, c):
     """
     if _INTERPRETED:
         NT: tl.constexpr = a0.shape[0]
-        s0, s1 = _mma_rows(a0, a2, b0, b1, NT)
-        s2, s3 = _mma_rows(a1, a3, b0, b1, NT)
+        first, second = _quads(b0, NT), _quads(b1, NT)
+        s0, s1 = _plain_rows(_quads(a0, NT), _quads(a2, NT), first, second, NT)
+        s2, s3 = _plain_rows(_quads(a1, NT), _quads(a3, NT), first, second, NT)
         return (c[0] + s0, c[1] + s1, c[2] + s2, c[3] + s3)
     return tl.inline_asm_elementwise(
         _MMA,
