@@ -72,6 +72,26 @@ def test_chunks_carry_blocks_for_their_positions() -> None:
         assert len({c.slot for c in plan.chunks} - {0}) == len(plan.chunks)
 
 
+def test_memory_under_a_pass_is_free_when_the_pass_is_over() -> None:
+    """Of two prompts half through one ends: what the device still writes is nobody's until it is done."""
+    scheduler = make()
+    scheduler.add(request("a", 4))
+    scheduler.add(request("b", 4))
+    plan = scheduler.plan()
+    for chunk in plan.chunks:
+        scheduler.hold(chunk)
+    free = scheduler.blocks.num_free, scheduler.slots.num_free
+
+    scheduler.remove("a")
+
+    scheduler.check_integrity()
+    assert (scheduler.blocks.num_free, scheduler.slots.num_free) == free
+    assert scheduler.plan().chunks == plan.chunks[1:]
+    scheduler.commit(plan.chunks[1], 7)
+    scheduler.check_integrity()
+    assert (scheduler.blocks.num_free, scheduler.slots.num_free) == (free[0] + 1, free[1] + 1)
+
+
 def test_beside_streams_prompts_take_smaller_steps() -> None:
     """Alone a prompt has the whole budget; with a stream beside it no more than its bound."""
     scheduler = make(max_mixed_tokens=3)

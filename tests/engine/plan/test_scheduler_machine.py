@@ -160,11 +160,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if finish:
             self.under_way = []
         for position, chunk in enumerate(plan.chunks):
-            if position in faults:
+            under_way = chunk in prompts and not finish  # such a chunk has no result to be wrong
+            if position in faults and not under_way:
                 self.scheduler.remove(chunk.request_id, keep=False)
                 self.scheduler.prefix.clear()
                 self.order.remove(chunk.request_id)
-            elif chunk in prompts and not finish:
+            elif under_way:
                 self.scheduler.hold(chunk)
             else:
                 self.commit(chunk)
@@ -259,6 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = {block for name in self.order for block in scheduler.get(name).block_ids}
         limbo = scheduler._limbo
         assert not limbo or self.under_way
+        if scheduler._held:  # the device still writes for all of the pass, ended requests included
+            assert not {chunk.slot for chunk in self.under_way} & set(scheduler.slots._free)
         held |= {block for _, block_ids in limbo for block in block_ids}
         blocks, kept = scheduler.blocks, len(scheduler.prefix)
         assert len(held) + blocks.num_idle + blocks.num_free == self.num_blocks
