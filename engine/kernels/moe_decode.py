@@ -310,7 +310,7 @@ LAYOUT = Layout()
 def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, shared: Matrix) -> int:
     """The shared expert's part of the programs, by the bytes that are probably to be read.
 
-    Not more than it has units: a program without one would be a gap among its multiprocessor's.
+    All of them get equally many of its units, which are long: one more would outlast the rest.
     """
     experts = routed.shape[0]
     touched = experts * (1.0 - (1.0 - 1.0 / experts) ** pairs)
@@ -318,7 +318,8 @@ def _shared_programs(programs: int, rows: int, pairs: int, routed: Matrix, share
     ours = shared.nbytes * tiles
     part: float = ours / (ours + routed.nbytes / experts * touched)
     units: int = tiles * (shared.shape[-2] // 16)
-    return min(max(round(programs * part), 1), programs - 1, units)
+    each = max(1, round(units / (programs * part)))
+    return min(-(-units // each), programs - 1)
 
 
 def _product(
@@ -339,6 +340,8 @@ def _product(
         shared = w[0]
     else:
         own = _shared_programs(programs, rows, rows * choices, w, shared)
+    # With very few rows there are fewer units than warps that fit: one each, and no idle ones.
+    programs = min(programs, own + len(routing.tiles) * (w.shape[-2] // (16 * layout.tiles)))
     assert w.scale is not None
     assert shared.scale is not None
     data = w.data.view(torch.int32)
