@@ -10,7 +10,8 @@ rest (engine.model.disktier).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -246,12 +247,13 @@ class PagedExperts:
             w13, w2, named = unfold(self.w13, self.w2, self._named(ops, routing), x.dtype)
             return ops.moe(x, named, w13, w2, shared13, shared2, **how)
         total: Tensor | None = None
-        for wave in self._waves(ops, routing):
-            shared = (shared13, shared2) if total is None else (None, None)
-            w13, w2, named = unfold(self.w13, self.w2, wave, x.dtype)
-            parts = ops.moe(x, named, w13, w2, *shared, **how)
-            # Every pair is in one wave and 0 in the others, so that no bit depends on the waves.
-            total = parts if total is None else total.add_(parts)
+        with closing(self._waves(ops, routing)) as waves:
+            for wave in waves:
+                shared = (shared13, shared2) if total is None else (None, None)
+                w13, w2, named = unfold(self.w13, self.w2, wave, x.dtype)
+                parts = ops.moe(x, named, w13, w2, *shared, **how)
+                # Every pair is in one wave and 0 in the others: no bit depends on the waves.
+                total = parts if total is None else total.add_(parts)
         assert total is not None
         return total
 
@@ -271,7 +273,7 @@ class PagedExperts:
         tiles[:, 0] = slots_of(tiles[:, 0], self.state)
         return replace(routing, tiles=tiles)
 
-    def _waves(self, ops: Ops, routing: Routing) -> Iterator[Routing]:
+    def _waves(self, ops: Ops, routing: Routing) -> Generator[Routing]:
         """Bring a large pass's experts in, wave after wave; yields what each is to compute.
 
         With two slots or more a wave takes half of them, so that the next one's experts are copied

@@ -112,23 +112,26 @@ def test_soak(qwen: Path, slots: int) -> None:
         assert counters[2] > 0
 
 
-def test_a_fault_in_a_pass_leaves_the_tables_true(qwen: Path) -> None:
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_fault_in_a_pass_leaves_the_tables_true(qwen: Path, call: int) -> None:
     """A model that fails between waves harms its requests alone (c4)."""
     resident, core = load(qwen), load(qwen, expert_slots=2)
-    (first, *_) = runner_of(core).paged
-    masked, calls = first._masked, []
+    runner = runner_of(core)
+    plain, calls = runner._model.ops, []
 
-    def failing(*args: object) -> object:
+    def failing(*args: object, **how: object) -> object:
         calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("planted")
-        return masked(*args)  # type: ignore[arg-type]
+        if len(calls) == call:
+            raise RuntimeError("planted: the next wave's experts are in their slots by now")
+        return plain.moe(*args, **how)
 
-    first._masked = failing  # type: ignore[method-assign, assignment]
+    runner._model.ops = dataclasses.replace(plain, moe=failing)  # type: ignore[arg-type]
     core.submit(GenerateRequest("bad", tuple(range(30)), SamplingParams(4, 0.0)))
     (delta,) = core.step()
     assert delta.finish_reason is FinishReason.ERROR
-    first.check_integrity()
+    runner._model.ops = plain
+    for one in runner.paged:
+        one.check_integrity()
     prompts = [[9, 8, 7], list(range(40))]
     assert greedy(core, prompts) == greedy(resident, prompts)
 
