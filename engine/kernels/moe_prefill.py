@@ -245,7 +245,7 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
         count = tl.load(tiles + tile * 3 + 2)
         data += expert * data_apart
         scale += expert * scale_apart
-        # An expert's last tile is often short, and with few rows every one is.
+        # An expert's last tile is often short.
         if BN > 64 and count <= BN // 4:
             _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
                   CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN // 4, BK, KIND, BLOCK, ROUND,

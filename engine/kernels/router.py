@@ -25,14 +25,19 @@ Scoring = Literal["sqrtsoftplus", "softmax"]
 
 #: Most rows that take the kernels bound by the reading of weights.
 DECODE_ROWS = 64
-#: Pairs of a tile, up to DECODE_ROWS rows and beyond.
+#: Most rows of which an expert gets so few that wide tiles would stay empty.
+SHORT_ROWS = 1024
+#: Pairs of a tile: up to DECODE_ROWS rows, up to SHORT_ROWS and beyond.
 DECODE_TILE = 8
-PREFILL_TILE = 128
+SHORT_TILE = 32
+LONG_TILE = 128
 
 
 def tile_pairs(rows: int) -> int:
     """Pairs of a tile in a pass of `rows` rows."""
-    return DECODE_TILE if rows <= DECODE_ROWS else PREFILL_TILE
+    if rows <= DECODE_ROWS:
+        return DECODE_TILE
+    return SHORT_TILE if rows <= SHORT_ROWS else LONG_TILE
 
 
 def most_tiles(rows: int, k: int, experts: int) -> int:

@@ -159,12 +159,14 @@ def test_stream_equals_twin(
 GROUPED = [
     pytest.param(3, 64, 32, 3, 2, 32, 32, "fp4", torch.bfloat16, id="fp4"),
     pytest.param(70, 96, 32, 2, 1, 32, 32, "fp4", torch.bfloat16, id="many"),
+    pytest.param(1030, 32, 32, 2, 1, 32, 32, "fp4", torch.bfloat16, id="long-tiles"),
     pytest.param(5, 160, 128, 3, 2, 128, 128, "fp8", torch.float32, id="fp8-float32"),
     pytest.param(5, 64, 64, 3, 2, None, 32, "plain", torch.float32, id="plain"),
 ]
 GROUPED_REAL = [
     pytest.param(300, 4096, 2048, 4, 3, 128, 128, "fp4", torch.bfloat16, id="v4-300"),
     pytest.param(200, 5120, 2304, 2, 2, 32, 32, "fp4", torch.bfloat16, id="v41-200"),
+    pytest.param(1100, 1024, 512, 6, 2, 128, 128, "fp4", torch.bfloat16, id="long-tiles"),
     pytest.param(64, 512, 256, 4, 2, 128, 128, "fp8", torch.bfloat16, id="fp8-64"),
     pytest.param(130, 96, 48, 4, 2, None, 32, "plain", torch.bfloat16, id="plain-odd"),
     pytest.param(33, 96, 32, 4, 2, 32, 32, "fp4", torch.float32, id="float32-odd"),

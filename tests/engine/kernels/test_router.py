@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.router import (
     DECODE_ROWS,
+    SHORT_ROWS,
     Routing,
     group_torch,
     group_triton,
@@ -81,6 +82,7 @@ def test_twin_is_the_reference(rows: int) -> None:
         [[3, 1]] * 20,
         [[0, 1]] * 7 + [[-1, -1]] + [[1, 0]] * 8,
         [[i % 5, 5 + i % 3] for i in range(DECODE_ROWS + 70)],
+        [[i % 7, 7] for i in range(SHORT_ROWS + 3)],
     ],
 )
 @pytest.mark.parametrize("group", [group_torch, group_triton])
