@@ -116,7 +116,9 @@ class Injected:
 class Bench:
     """A model with some layers paged, and memory for a few sequences."""
 
-    def __init__(self, name: str, slots: dict[int, int], rows: int) -> None:
+    def __init__(
+        self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False
+    ) -> None:
         self.model: FastModel | Qwen3Model
         self.pool: KVPool | QwenPool
         per = CONTEXT // BLOCK
@@ -125,7 +127,7 @@ class Bench:
             self.layers, self.experts = config.num_hidden_layers, config.num_experts
             self.per_row, self.vocab = config.num_experts_per_tok, config.vocab_size
             self.model = random_qwen3(
-                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots
+                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots, fp8=fp8
             )
             self.pool = QwenPool(
                 config,
@@ -203,7 +205,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     begin = time.perf_counter()
     layers = 48 if args.geometry == "qwen3-30b-a3b" else geometry(args.geometry).num_hidden_layers
     slots = dict.fromkeys(range(args.resident_layers, layers), args.slots) if args.slots else {}
-    bench = Bench(args.geometry, slots, max(batches))
+    bench = Bench(args.geometry, slots, max(batches), fp8=args.fp8)
     torch.cuda.synchronize()
     load_s = time.perf_counter() - begin
     store = sum(p.store.nbytes for p in bench.paged)
@@ -217,6 +219,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     common = {
         "bench": "paged", "geometry": args.geometry, "mode": "paged" if slots else "resident",
+        "experts": "fp8" if args.fp8 else "as published",
         "slots": args.slots, "paged_layers": len(slots), "offloaded_gb": round(offloaded / 1e9, 2),
         "host_gb": round(store / 1e9, 2), "gpu_gb": round(torch.cuda.memory_allocated() / 1e9, 2),
         "load_s": round(load_s, 1), "pin_s": round(pin_s, 1), "prompt_tokens": 128,
@@ -327,6 +330,7 @@ def main() -> None:
     )
     parser.add_argument("--resident-layers", type=int, default=0, help="layers that are not paged")
     parser.add_argument("--batch", default="1")
+    parser.add_argument("--fp8", action="store_true", help="qwen3: experts in FP8, not bfloat16")
     parser.add_argument("--hit", default="0.5,0.67,0.81,0.887,0.9,0.95,0.99")
     parser.add_argument("--zipf", action="store_true", help="also independent choices by 1 / rank")
     parser.add_argument("--prompt", default="")

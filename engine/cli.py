@@ -170,7 +170,11 @@ def _plan(args: argparse.Namespace) -> int:
         return _plan_slots(args)
     if args.out is not None:
         raise ValueError("--out: expected --trace beside it, got none")
-    config = ModelConfig.from_file(args.model)
+    config = read_config(args.model)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(
+            "--trace: expected for this architecture, whose plan is of slots; got none"
+        )
     options = EngineConfig(max_model_len=args.context)
     if args.concurrency is not None:
         rows = max(options.resolve_max_batched_tokens(), args.concurrency + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,6 +42,9 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, pin: bool, threads: int = 16) -> None:
         self.pin_seconds = 0.0
         self._registered: list[int] = []
+        # Memory that is unmapped while the driver still knows it cannot be registered again.
+        self._end = weakref.finalize(self, _unregister, self._registered)
+        self._end.atexit = False
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except OSError as error:
@@ -71,9 +75,16 @@ class HostBuffer:
         self.tensor[first : first + PIECE : _PAGE] = 0
 
     def close(self) -> None:
-        """Take the registration back; the memory goes with the last tensor over it. Idempotent."""
-        while self._registered:
-            _runtime().cudaHostUnregister(self._registered.pop())
+        """Take the registration back; the memory goes with the last tensor over it. Idempotent.
+
+        Done by itself when nobody holds this any more.
+        """
+        _unregister(self._registered)
+
+
+def _unregister(addresses: list[int]) -> None:
+    while addresses:
+        _runtime().cudaHostUnregister(addresses.pop())
 
 
 def _runtime() -> Any:

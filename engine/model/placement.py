@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -42,6 +43,9 @@ class Placement:
         self._device = device
         self._pin = pin
         self._host_bytes = host_bytes
+        self._left = len(self._slots)  # paged layers to come
+        self._next: tuple[int, Future[HostBuffer]] | None = None
+        self._pinner = ThreadPoolExecutor(1, thread_name_prefix="bathyal-pin")
 
     def is_paged(self, layer: int) -> bool:
         """Whether a layer's experts are read on the host."""
@@ -78,7 +82,7 @@ class Placement:
                 )
             cache = HostCache(layout, read, count, rows, pin=self._pin)
             return PagedExperts(layout, cache, num_slots, self._device, count)
-        buffer = HostBuffer(count * layout.nbytes, pin=self._pin)
+        buffer = self._buffer(count * layout.nbytes)
         table = buffer.tensor.view(count, layout.nbytes)
 
         def fill(index: int) -> None:
@@ -89,6 +93,22 @@ class Placement:
             for _ in pool.map(fill, range(1, count)):
                 pass
         return PagedExperts(layout, buffer, num_slots, self._device, count)
+
+    def _buffer(self, nbytes: int) -> HostBuffer:
+        """Give a store; the next paged layer's is pinned while this one is filled.
+
+        Layers between are loaded meanwhile too. A next layer of another size gets one of its own.
+        """
+        self._left -= 1
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead[0] == nbytes:
+            found = ahead[1].result()
+        else:
+            found = HostBuffer(nbytes, pin=self._pin)
+        if self._left > 0:
+            make = partial(HostBuffer, nbytes, pin=self._pin)
+            self._next = nbytes, self._pinner.submit(make)
+        return found
 
 
 def host_rows(host_bytes: int | None, layers: int, nbytes: int, count: int) -> int:

@@ -29,8 +29,12 @@ from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts
 from engine.model.packed import join
 from engine.model.placement import FILLERS, Placement
+from engine.model.quant import quantise_fp8
 from engine.model.quantised import read_linear, repack_experts, repacker, stored_shapes
 from engine.qwen3_config import Qwen3Config
+
+#: Side of an FP8 block of drawn experts.
+FP8_BLOCK = 128
 
 
 class QwenPool(Protocol):
@@ -384,11 +388,16 @@ class QwenRandom:
         config: of the model.
         device: where tensors go.
         seed: of all draws.
+        fp8: whether experts are FP8 in blocks of FP8_BLOCK with power-of-two scales, the form that
+            the kernels read; bfloat16 otherwise.
     """
 
     threads = 1
 
-    def __init__(self, config: Qwen3Config, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, config: Qwen3Config, device: torch.device, seed: int = 0, *, fp8: bool = False
+    ) -> None:
+        self._fp8 = fp8
         self._shapes = tensor_shapes(config)
         self._device = device
         self._seed = seed
@@ -405,8 +414,12 @@ class QwenRandom:
         return noise if name.endswith("embed_tokens.weight") else noise * shape[-1] ** -0.5
 
     def linear(self, name: str) -> Matrix:
-        """Draw a plain linear."""
-        return Matrix("plain", self.get(name + ".weight"))
+        """Draw a linear."""
+        values = self.get(name + ".weight")
+        if not (self._fp8 and ".experts." in name):
+            return Matrix("plain", values)
+        data, scale = quantise_fp8(values.float(), FP8_BLOCK)
+        return Matrix("fp8", data, scale.view(torch.uint8), FP8_BLOCK)
 
     def on_host(self) -> QwenRandom:
         """Itself, as engine.model.packed.RandomSource."""
@@ -458,12 +471,13 @@ def random_qwen3(
     max_model_len: int,
     seed: int = 0,
     slots: Mapping[int, int] | None = None,
+    fp8: bool = False,
 ) -> Qwen3Model:
-    """Draw a model of a shape from a seed; arguments as `load_qwen3`."""
+    """Draw a model of a shape from a seed; arguments as `load_qwen3` and QwenRandom."""
     where = torch.device(device)
     return Qwen3Model(
         config,
-        QwenRandom(config, where, seed),
+        QwenRandom(config, where, seed, fp8=fp8),
         Placement(slots, device=where, pin=where.type == "cuda"),
         ops(kernels),
         max_model_len=max_model_len,

@@ -160,3 +160,19 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 
     with pytest.raises(EngineError, match="max_batched_tokens: expected at least 9, got 8"):
         _ = settings.engine
+
+
+def test_files_of_the_engine_are_looked_for(tmp_path: Path) -> None:
+    """A file that is read must be there, the folder of one that is written too."""
+    slots = tmp_path / "slots"
+    slots.write_text("2")
+    given = {"expert_slots_file": str(slots), "record_routing": str(tmp_path / "new")}
+    assert Settings.load({}, given).engine.expert_slots_file == slots
+    with pytest.raises(SettingsError, match="--expert-slots-file: expected a file that exists"):
+        Settings.load({}, {"expert_slots_file": str(tmp_path / "none")})
+    with pytest.raises(SettingsError, match="--record-routing: expected a file in a folder that"):
+        Settings.load({}, {"record_routing": str(tmp_path / "no" / "trace")})
+    with pytest.raises(
+        SettingsError, match="--expert-slots: expected a whole number of at least 1"
+    ):
+        Settings.load({}, {"expert_slots": "0"})

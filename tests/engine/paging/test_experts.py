@@ -11,7 +11,9 @@ from hypothesis import given, settings, strategies as st
 from engine.kernels.formats import Matrix
 from engine.kernels.ops import Ops, ops
 from engine.kernels.router import Routing
+from engine.model import hostmem
 from engine.model.experts import ExpertLayout, PagedExperts, ResidentExperts
+from engine.model.hostmem import HostBuffer
 from engine.model.placement import Placement
 from engine.model.quant import quantise_fp4, quantise_fp8
 from engine.plan.residency import Residency
@@ -232,3 +234,52 @@ def test_capture_depends_on_shapes_alone(rows: int) -> None:
     for experts in (same, same - 1):
         how = Routing(experts, torch.zeros(rows, TOP_K), *table.group(experts, E))
         assert other.is_one_wave(how) is (rows * TOP_K <= 4)
+
+
+def test_stores_are_made_ahead_and_are_each_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One store a paged layer, the next one's made while this one is filled; no more than needed."""
+    made: list[int] = []
+
+    class Counting(HostBuffer):
+        def __init__(self, nbytes: int, *, pin: bool) -> None:
+            made.append(nbytes)
+            super().__init__(nbytes, pin=pin)
+
+    monkeypatch.setattr("engine.model.placement.HostBuffer", Counting)
+    placement = Placement({0: 2, 2: 3, 5: 4}, device=CPU, pin=False)
+    sets = [weights(kind) for kind in ("fp4", "plain", "fp8", "fp8")]
+    found = [
+        placement.place(layer, pairs.__getitem__, E, threads=3)
+        for layer, pairs in zip((0, 1, 2, 5), sets, strict=True)
+    ]
+    assert isinstance(found[1], ResidentExperts)
+    assert len(made) == 4  # that made ahead for the second has another size
+    paged_layers = [one for one in found if isinstance(one, PagedExperts)]
+    assert len({one.store.data_ptr() for one in paged_layers}) == 3
+    for one, pairs in zip(paged_layers, (sets[0], *sets[2:]), strict=True):
+        one.check_integrity()
+        for expert, pair in enumerate(pairs):
+            row = torch.zeros(one.layout.nbytes, dtype=torch.uint8)
+            one.layout.write(row, pair)
+            assert torch.equal(one.store[expert], row)
+
+
+def test_registered_memory_is_given_back_when_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that nobody holds is unregistered, so that the next one may lie there."""
+    freed: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            freed.append(address)
+
+    monkeypatch.setattr(hostmem, "_runtime", Runtime)
+    buffer = HostBuffer(1 << 20, pin=True)
+    address = buffer.tensor.data_ptr()
+    assert not freed
+    del buffer
+    assert freed == [address]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.api import EngineError
 from engine.config import ConfigError
-from engine.kernels.formats import Matrix
+from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.ops import ops
 from engine.kernels.router import Routing
 from engine.model import quantised
@@ -20,7 +20,7 @@ from engine.model.experts import ExpertLayout, PagedExperts
 from engine.model.packed import join
 from engine.model.placement import Placement
 from engine.model.quantised import read_linear, repack_experts, repacker
-from engine.model.qwen3 import load_qwen3
+from engine.model.qwen3 import QwenRandom, load_qwen3
 from engine.qwen3_config import Qwen3Config
 from tests.engine.paging.checkpoints import CONFIG, STORED, method, quantise, values, write_qwen
 from tests.engine.paging.test_experts import CPU, INNER, TOP_K, D, E, routing, run
@@ -240,3 +240,15 @@ def test_kernels_compute_unfolded_weights(kind: str) -> None:
             held = Placement(slots, device=device, pin=DEVICE == "cuda").place(0, read, E)
             got = held.run(ops("triton"), x.to(device), on, None, None, limit=10.0, act_group=None)
             assert (got.cpu()[:, :TOP_K] - want[:, :TOP_K]).abs().max() < 1e-5
+
+
+def test_drawn_fp8_experts_are_what_the_kernels_read() -> None:
+    """FP8 in blocks with power-of-two scales, of the values drawn in bfloat16, for routed experts alone."""
+    config = Qwen3Config.from_dict(CONFIG)
+    plain, fp8 = QwenRandom(config, CPU, 1), QwenRandom(config, CPU, 1, fp8=True)
+    name = "model.layers.0.mlp.experts.1.up_proj"
+    packed = fp8.linear(name)
+    assert packed.kind == "fp8"
+    want = dequantise(plain.linear(name))
+    assert (dequantise(packed) - want).abs().max() < 2**-4 * want.abs().max()
+    assert fp8.linear("model.layers.0.self_attn.q_proj").kind == "plain"

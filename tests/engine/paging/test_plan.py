@@ -196,3 +196,5 @@ def test_a_trace_of_another_model_is_refused(
     assert "expected decode steps of every layer, got 0" in capsys.readouterr().err
     assert main(asked) == 2
     assert "--gpu-gb: expected gigabytes beside --trace, got none" in capsys.readouterr().err
+    assert main(["plan", "--model", str(path), "--gpu-gb", "1"]) == 2
+    assert "--trace: expected for this architecture" in capsys.readouterr().err
