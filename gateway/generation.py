@@ -36,6 +36,8 @@ from parsers import NO_NOTE, ClientError, Completion, Exchange, PromptNote
 Reply = Exchange | Completion
 """Both are driven in the same way."""
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
+_AGAIN = 1 << 40
+"""Changes a seed for a second try, to one that no other choice has."""
 
 
 class Generations:
@@ -80,8 +82,8 @@ class Generations:
             exchange: just opened; the first of its choices.
             call: takes the counts of tokens and the time of the first.
             request_id: unique among the live requests.
-            scripts: for the scripted backend: the line of the first generation, and that of the
-                second where a forced call needs one.
+            scripts: for the scripted backend: the line of the first generation, and those of
+                further ones where a forced call needs them; the last line stands for all after it.
             prefill: how the prompt is to be processed.
             tape: takes the steps where the exchange is recorded.
             settle: awaited between the end of the (only) choice and its last frames: what a client
@@ -113,7 +115,7 @@ class Generations:
         request = self._request(exchange, request_id, index, scripts, prefill, pace.call.salt)
         deadline = Deadline(self._limits, lambda: self._backend.abort(request.id))
         begun, cached, last, completion_tokens = False, 0, 0.0, 0
-        gap, gathers = self._metrics.gaps.add, not exchange.stream
+        gap, gathers, generation = self._metrics.gaps.add, not exchange.stream, 0
         try:
             while True:
                 finish: Literal["stop", "length"] | None = None
@@ -174,7 +176,9 @@ class Generations:
                     None
                     if finish == "length"
                     else await in_thread_if(
-                        len(request.prompt_ids) >= LONG_PROMPT, exchange.continuation
+                        len(request.prompt_ids) >= LONG_PROMPT
+                        or exchange.heavy_close(completion_tokens),
+                        exchange.continuation,
                     )
                 )
                 if more is None:
@@ -183,12 +187,16 @@ class Generations:
                     yield frames
                 if tape is not None:
                     tape.again(index)
+                generation += 1
+                seed = request.sampling.seed
+                if more.again and seed is not None:
+                    seed ^= _AGAIN
                 request = replace(
                     request,
                     id=f"{request.id}-call",
                     prompt_ids=more.prompt_ids,
-                    sampling=replace(request.sampling, max_tokens=more.max_tokens),
-                    script=scripts[1] if len(scripts) > 1 else request.script,
+                    sampling=replace(request.sampling, max_tokens=more.max_tokens, seed=seed),
+                    script=scripts[min(generation, len(scripts) - 1)] if scripts else None,
                     prompt_logprobs=None,
                 )
             frames += await in_thread_if(

@@ -21,6 +21,7 @@ from parsers.body import (
 )
 from parsers.chat_messages import read_messages
 from parsers.errors import ClientError
+from parsers.formats import chat_format
 from parsers.prompt_note import SCORING, read_scoring
 from parsers.reasoning import ReasoningStore
 from parsers.request import (
@@ -39,8 +40,7 @@ from parsers.request import (
     unheeded,
 )
 from parsers.rules import Profile
-from parsers.schemas import check_size
-from parsers.values import NO_MOVES, ReplyFormat, ServedModel, ToolChoice
+from parsers.values import NO_MOVES, ServedModel, ToolChoice
 
 FIELDS = {
     **SAMPLING,
@@ -142,7 +142,7 @@ def read_chat(
         scoring=read_scoring(body),
         ignored=tuple(sorted(ignored)),
         n=raw.get("n") or 1,
-        reply_format=_reply_format(body.get("response_format")),
+        reply_format=chat_format(body["response_format"]) if "response_format" in body else None,
         customs=customs,
         effort=effort,
     )
@@ -224,18 +224,6 @@ def _check_options(body: Body) -> None:
             f"max_completion_tokens: {second} contradicts max_tokens: {first}; send one of them",
             param="max_completion_tokens",
         )
-
-
-def _reply_format(wanted: Any) -> ReplyFormat | None:
-    if not isinstance(wanted, dict):
-        return None
-    if wanted.get("type") == "json_object":
-        return ReplyFormat()
-    schema = wanted.get("json_schema")
-    if wanted.get("type") != "json_schema" or not isinstance(schema, dict):
-        return None  # what is wrong with it, the codec tells
-    check_size(schema.get("schema"), "response_format.json_schema.schema")
-    return ReplyFormat(schema.get("schema"), strict=schema.get("strict") is True)
 
 
 # Tools

@@ -49,6 +49,7 @@ _INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
 _BAD_SCHEMA = re.compile(r"Invalid schema for function '([^']*)'")
 _PARAM_BY_WORDS = (
     ("response_format", "response_format"),
+    ("'text.format'", "text.format"),
     ("Invalid json schema", "response_format.json_schema.schema"),
     ("tool_choice", "tool_choice"),
     ("Stop string", "stop"),
@@ -337,11 +338,16 @@ class Codec:
             parsing.starts_in_tool_calls = True
         return Converted(native, parsing, tuple(prompt_ids), thinking, later)
 
-    def opener(self, tool: str | None) -> list[int]:
-        """Return the ids that open the block of calls after the reasoning, and a call of a tool."""
+    def opener(self, tool: str | None, *, blank: str = "\n\n") -> list[int]:
+        """Return the ids that open the block of calls after the reasoning, and a call of a tool.
+
+        Args:
+            tool: whose call is opened; None for the block alone.
+            blank: what stands before the block.
+        """
         dialect = DIALECTS[self.model.version]
         call = "" if tool is None else dialect.invoke(tool)
-        return self.tokenize(f"\n\n{dialect.opening()}{call}")
+        return self.tokenize(f"{blank}{dialect.opening()}{call}")
 
     def _settle_choice(self, protocol: Protocol, request: Request) -> tuple[Any, bool]:
         """Convert a request; a forced choice while thinking first of all as a free one."""
@@ -502,6 +508,7 @@ class Codec:
             whole=not converted.stream,
             edits=edits,
             thinking=keep_reasoning,
+            inputs=protocol == "messages" and bool(request.tools),
         )
 
     def _check_boot(self) -> None:
@@ -545,6 +552,8 @@ def _param(message: str, body: Mapping[str, Any]) -> str | None:
         return _without_reasoning(body)
     for words, param in _PARAM_BY_WORDS:
         if words in message:
+            if "text" in body:  # Responses: the same field by another name
+                return re.sub(r"response_format(\.json_schema)?", "text.format", param)
             return param
     return None
 

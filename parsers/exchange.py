@@ -38,28 +38,40 @@ LONG_REPLY = 2048
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A call that has to come after free thinking (profiles that serve a forced choice).
+    """A call that the reply has to hold.
 
     Args:
         think_end: id of the token that ends the reasoning.
         opener: ids that open the block of calls, and the call where only one tool is allowed.
+        shown: the same without the blank line before it, for an answer that has ended already.
+        named: whether the opener opens the call.
+        later: whether it has to be opened after free thinking; else the prompt ends in it.
+        prompt_ids: the prompt without an opener.
+        retries: whether the call is opened once more where the reply ends without one.
     """
 
     think_end: int
     opener: tuple[int, ...]
+    shown: tuple[int, ...]
+    named: bool
+    later: bool
+    prompt_ids: tuple[int, ...]
+    retries: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The second generation of an exchange whose call has to be opened for the model.
+    """A further generation of an exchange whose call has to be opened for the model.
 
     Args:
-        prompt_ids: its whole prompt: that of the first, what was generated, and the opener.
+        prompt_ids: its whole prompt: that of the first, what was thought, and the opener.
         max_tokens: most tokens it may generate.
+        again: it repeats one that failed, so it must not draw the same numbers.
     """
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
+    again: bool = False
 
 
 class Exchange:
@@ -68,13 +80,14 @@ class Exchange:
     Call ``start`` once, ``receive`` for every step, then ``close`` or ``fail``. The bytes of a
     stream are the lists these return, joined; a whole reply is ``body`` after ``close``.
 
-    A forced tool choice may take two generations. The contract of whoever drives the engine::
+    A forced tool choice may take up to three generations: the thought, the call, and the call once
+    more. The contract of whoever drives the engine::
 
         generate(exchange.prompt_ids, exchange.sampling) -> receive, until it ends or .finished
-        if it did not end for length and (more := exchange.continuation()) is not None:
-            abort the first generation
+        while it did not end for length and (more := exchange.continuation()) is not None:
+            abort the generation
             generate(more.prompt_ids, max_tokens=more.max_tokens) -> receive as before
-        close(finish, completion_tokens of both)
+        close(finish, completion_tokens of all)
 
     ``continuation`` is None for every other request, so the question can always be asked.
 
@@ -146,12 +159,13 @@ class Exchange:
         self._over = False
         self._received = 0
         self._completion_tokens: int | None = None
-        self._forced = forced
+        self._forced = forced if forced is not None and forced.later else None
+        self._owed = forced if forced is not None and forced.retries else None
         # Nobody sees a whole reply grow, and nothing in it but a policy's error can end it early:
         # its steps are gathered, so that each costs an append. Not for JSON without a gate, which
         # the codec writes differently in every split.
         split_shows = pipeline is None and constraint is not None
-        self._gathers = not (stream or stepwise or forced or split_shows)
+        self._gathers = not (stream or stepwise or self._forced or split_shows)
         self._gathered: list[int] = []
         self._gathered_logprobs: list[TokenLogprob] = []
         self._marked = False  # a marker is among them
@@ -297,22 +311,54 @@ class Exchange:
     def continuation(self) -> Continuation | None:
         """Return the generation that has to follow the one that ended, None where none has to.
 
-        Only to be asked when the first generation ended by itself or ``finished`` turned True. The
-        opener counts as written by the model: the next ``receive`` goes on behind it.
+        Only to be asked when a generation ended by itself or ``finished`` turned True. The opener
+        counts as written by the model: the next ``receive`` goes on behind it.
         """
         forced, self._forced = self._forced, None
         left = self.sampling.max_tokens - self._received
-        if forced is None or left < 1 or self._over or self._wire.finished:
+        if left < 1 or self._over or self._wire.finished:
             return None
+        if forced is not None and not self._called:
+            return self._open(forced, forced.opener, left, again=False)
+        return self._second_try(left)
+
+    @property
+    def _called(self) -> bool:
+        return isinstance(self._pipeline, Pipeline) and self._pipeline.called
+
+    def _second_try(self, left: int) -> Continuation | None:
+        """Open the call once more, in place of all that was written instead of it."""
+        owed, self._owed = self._owed, None
+        if owed is None:
+            return None
+        if self._gathered:
+            self._release()
         assert isinstance(self._pipeline, Pipeline)
+        if self._over:
+            return None
+        chunks = self._pipeline.settle()
+        if self._pipeline.error is not None:
+            self._late += self._refuse(chunks, self._pipeline.error)
+            return None
+        self._late += self._frames.frames(chunks)
         if self._pipeline.called:
             return None
+        self._pipeline.gate.last_try = True
+        return self._open(owed, owed.shown, left, again=True)
+
+    def _open(
+        self, forced: Forced, shown: Sequence[int], left: int, *, again: bool
+    ) -> Continuation:
+        """Open the call: to the model by the opener, to the gate by what is shown of it."""
+        assert isinstance(self._pipeline, Pipeline)
         self._ended = False
-        opener = forced.opener
-        if forced.think_end not in self._output:
-            opener = (forced.think_end, *opener)
-        self._late += self._push(opener, None)
-        return Continuation((*self.prompt_ids, *self._output, *opener), left)
+        if forced.later and forced.think_end not in self._output:
+            self._output.append(forced.think_end)
+            self._late += self._push((forced.think_end,), None)
+        self._pipeline.gate.opened = forced.named
+        self._late += self._push(shown, None)
+        prompt_ids = (*forced.prompt_ids, *self._output, *forced.opener)
+        return Continuation(prompt_ids, left, again)
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply.

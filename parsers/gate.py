@@ -65,6 +65,8 @@ class ToolGate:
         satisfied: no further output is wanted: the one call that is allowed was delivered.
         spoke: whether the answer holds anything but blanks.
         reasoning: whether the text that comes now is reasoning.
+        opened: the next call is opened by us, not by the model.
+        last_try: a forced call that does not come now either is an error.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class ToolGate:
         self.satisfied = False
         self.spoke = False
         self.reasoning = reasoning
+        self.opened = False
+        self.last_try = False
         self._tools = tools
         self._policy = policy
         self._sink = sink
@@ -138,18 +142,24 @@ class ToolGate:
         else:
             self._on_doubted(event)
 
-    def close(self, events: list[Event], finish: Finish) -> None:
-        """Decide the last events, knowing why the output ended."""
+    def settle(self, events: list[Event], finish: Finish) -> None:
+        """Decide the last events of a generation, knowing why it ended."""
         self._finish = finish
         for event in events:
             self.handle(event)
         if self._doubted is not None:
             self._believe()
+
+    def close(self, events: list[Event], finish: Finish) -> None:
+        """End the reply with these events."""
+        self.settle(events, finish)
         report = self.report
         if self._answer is not None and self.error is None:
             self.error = self._answer.close(finish, judged=not report.calls)
         if self._choice.forced and not report.calls:
             report.unmet = "tool_choice"
+            if self.last_try and finish == "stop" and not self.spoke:
+                self._fail(self._owed(), "forced_call_missing")
         if report.withheld and not report.calls and not self.spoke and self.error is None:
             # Never an empty reply: an agent would take it for the end of its task.
             if self.reasoning:
@@ -317,7 +327,10 @@ class ToolGate:
     def _on_invoke_closed(self, event: InvokeClosed) -> None:
         call = self._current(event.raw)
         self._call = None
-        if event.complete:
+        opened, self.opened = self.opened, False
+        if opened and event.complete and not event.raw and call.reason is None and call.empty:
+            call.reason = "malformed_call"  # the model began another in place of the opened one
+        elif event.complete:
             call.finish()
         else:
             unclosed = call.reason is None and self._finish == "stop"
@@ -349,6 +362,17 @@ class ToolGate:
 
     def _withhold(self, name: str | None, reason: str, raw: str) -> None:
         self.report.withheld.append(Withheld(name, reason, quote(raw).strip()[:LONGEST_RAW]))
+
+    def _owed(self) -> str:
+        """Say that a forced call did not come, and what came."""
+        names = self._choice.names
+        wanted = "a call" if names is None else f"a call of {' or '.join(sorted(names))}"
+        message = f"tool_choice asks for {wanted}, and the model made none in two tries"
+        if not self.report.withheld:
+            return message
+        last = self.report.withheld[-1]
+        which = "a call" if last.name is None else f"a call of {quote(last.name)[:64]!r}"
+        return f"{message}; it wrote {which} that was not delivered: {_WHY[last.reason]}"
 
     def _fail(self, message: str, code: str) -> None:
         if self.error is None:

@@ -130,6 +130,11 @@ class Invoke:
             self._pieces.append(raw)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing of its inside came yet."""
+        return not (self._names or self.mends or self.noise.strip())
+
+    @property
     def flowing(self) -> bool:
         """Whether a string streams and nothing of it is held back: `flow` may take what comes."""
         return self._mode == "stream" and not self._tail and not self._holding

@@ -183,11 +183,20 @@ class _Opening:
 
     def _forced(self) -> Forced | None:
         gated = self.codec.profile.gate.hold is not Hold.NONE
-        if not self.converted.forced_later or not gated:
+        later, retries = self.converted.forced_later, self.codec.profile.unmet_choice == "retry"
+        if not gated or not (later or (retries and self.opened)):
             return None
+        prompt_ids, only = self.converted.prompt_ids, self.request.tool_choice.only
+        if not later:
+            prompt_ids = prompt_ids[: -len(self.codec.opener(None))]
         return Forced(
-            self.codec.vocabulary.special(THINK_END_TEXT),
-            tuple(self.codec.opener(self.request.tool_choice.only)),
+            think_end=self.codec.vocabulary.special(THINK_END_TEXT),
+            opener=tuple(self.codec.opener(only)),
+            shown=tuple(self.codec.opener(only, blank="")),
+            named=only is not None,
+            later=later,
+            prompt_ids=prompt_ids,
+            retries=retries,
         )
 
 

@@ -118,6 +118,14 @@ class Pipeline:
         self._flow = self.gate.flow if empty and self._parser.in_value else None
         self._idle = empty and self._parser.idle and self.gate.open
 
+    def settle(self) -> list[str]:
+        """Decide all that came as if the output ended here; more may follow."""
+        self.gate.settle(self._parser.close(), "stop")
+        self.error, self.satisfied = self.gate.error, self.gate.satisfied
+        chunks = self._stitch.flush()
+        self._look()
+        return chunks
+
     def close(self, finish: Finish) -> list[str]:
         """End the output; return the chunks of what was held.
 

@@ -14,6 +14,7 @@ import orjson
 from parsers.body import Body, check_fields, drop_nulls, integer, kind, require, written
 from parsers.edits import PATCH, SEARCH
 from parsers.errors import ClientError
+from parsers.formats import responses_format
 from parsers.reasoning import ReasoningStore
 from parsers.request import (
     FLAG,
@@ -29,8 +30,7 @@ from parsers.request import (
 )
 from parsers.responses_items import ItemReader
 from parsers.rules import Profile
-from parsers.schemas import check_size
-from parsers.values import ReplyFormat, ServedModel, ToolChoice
+from parsers.values import ServedModel, ToolChoice
 
 _TEXT = kind(str, "a string")
 _OBJECT = kind(dict, "an object")
@@ -123,6 +123,7 @@ def read_responses(
     if extra := [i for i in body.get("include", []) if i != "reasoning.encrypted_content"]:
         ignored += [f"include.{i}" for i in extra if isinstance(i, str)]
 
+    text = body.get("text", {})
     echo = _echo(raw, body, stored, tools, stateful=stateful)
     body |= {"model": served.name, "input": items}
     if tools.kept:
@@ -140,7 +141,7 @@ def read_responses(
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         ignored=tuple(sorted(ignored)),
-        reply_format=_reply_format(body),
+        reply_format=responses_format(text["format"]) if "format" in text else None,
         customs=frozenset(tools.customs),
         searches=tools.searches,
         summary=summary,
@@ -196,18 +197,6 @@ def _read_reasoning(body: Body) -> bool:
         wanted is None or wanted in kinds, "reasoning.summary", f"one of {', '.join(kinds)}", wanted
     )
     return wanted is not None
-
-
-def _reply_format(body: Body) -> ReplyFormat | None:
-    shape = body.get("text", {}).get("format")
-    if not isinstance(shape, dict):
-        return None
-    if shape.get("type") == "json_object":
-        return ReplyFormat()
-    if shape.get("type") != "json_schema":
-        return None
-    check_size(shape.get("schema"), "text.format.schema")
-    return ReplyFormat(shape.get("schema"), strict=shape.get("strict") is True)
 
 
 class _Tools:

@@ -52,6 +52,13 @@ class Profile:
             " block of calls is opened for it"
         )
     )
+    unmet_choice: Literal["report", "retry"] = field(
+        metadata=means(
+            "a required or named tool choice, and the reply ends without a call: reported, or the"
+            " call is opened once more, and where nothing can be delivered then either the reply is"
+            " an error (502, `forced_call_missing`)"
+        )
+    )
     sampling: Literal["client", "codec"] = field(
         metadata=means(
             "whose temperature and top_p count where the client sent them; codec: penalties and"
@@ -115,6 +122,7 @@ PROFILES: dict[str, Profile] = {
             numeric_effort=False,
             missing_reasoning="reject",
             forced_while_thinking="reject",
+            unmet_choice="report",
             sampling="codec",
             max_n=1,
             trailing_assistant="turn",
@@ -135,6 +143,7 @@ PROFILES: dict[str, Profile] = {
             numeric_effort=True,
             missing_reasoning="fill",
             forced_while_thinking="serve",
+            unmet_choice="report",
             sampling="client",
             max_n=8,
             trailing_assistant="user",
@@ -155,6 +164,7 @@ PROFILES: dict[str, Profile] = {
             numeric_effort=True,
             missing_reasoning="restore",
             forced_while_thinking="serve",
+            unmet_choice="retry",
             sampling="client",
             max_n=8,
             trailing_assistant="turn",

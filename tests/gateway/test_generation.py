@@ -314,6 +314,46 @@ class TestSecondGeneration:
         assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
         assert second.sampling.max_tokens < first.sampling.max_tokens
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_call_of_no_tool_is_tried_once_more(self, info: ModelInfo, stream: bool) -> None:
+        """The second try draws other numbers than the first; a failure of both is a 502."""
+        seen: list[GenerateRequest] = []
+
+        class Noting(ScriptedBackend):
+            async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+                seen.append(request)
+                async for delta in super().generate(request):
+                    yield delta
+
+        wrong = '<｜DSML｜ invoke name="rm">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+        right = f'<｜DSML｜ invoke name="f">\n{REST}'
+        lines = [text_line(wrong, name="wrong"), text_line(right, name="right")]
+        body = chat_body(
+            tools=[TOOL],
+            tool_choice="required",
+            thinking={"type": "disabled"},
+            seed=7,
+            stream=stream,
+        )
+
+        async def play(scripts: str) -> tuple[int, bytes]:
+            async with running(Noting(lines, info)) as app:
+                headers = {"x-bathyal-script": scripts}
+                one = RawCall(app, CHAT, orjson.dumps(body), headers=headers)
+                return (await one.start())[0], await one.rest()
+
+        status, good = run(play("wrong, right"))
+        assert status == 200
+        assert b'"finish_reason":"tool_calls"' in good
+        first, second = seen
+        assert (first.prompt_ids, first.sampling.seed) == (second.prompt_ids, 7)
+        assert second.sampling.seed not in (None, *range(8))
+
+        status, bad = run(play("wrong"))
+        assert status == (200 if stream else 502)
+        assert b"forced_call_missing" in bad
+        assert len(seen) == 4
+
     def test_one_call_is_enough_where_only_one_is_allowed(self, info: ModelInfo) -> None:
         """parallel_tool_calls: false gives the engine up after the first call."""
         one = f'<｜DSML｜ invoke name="f">\n{REST.partition("</｜DSML｜ calls>")[0]}'

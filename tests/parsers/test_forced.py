@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from parsers import ClientError, Codec, Exchange
+from parsers import ClientError, Codec, Exchange, ReplyError
 from tests.parsers import streams
 from tests.parsers.streams import PROTOCOLS, open_any
 from tests.parsers.support import drive, each, encode, function, open_chat
@@ -55,9 +55,8 @@ class Engine:
         frames = exchange.start(10, 4)
         frames += self._generate(exchange, exchange.prompt_ids, exchange.sampling.max_tokens, size)
         if finish != "length":
-            if (more := exchange.continuation()) is not None:
+            while (more := exchange.continuation()) is not None:
                 frames += self._generate(exchange, more.prompt_ids, more.max_tokens, size)
-            assert exchange.continuation() is None
         return frames + exchange.close(finish)
 
 
@@ -143,6 +142,155 @@ def test_whole_replies_are_served_too(codec: Codec) -> None:
 
     assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
     assert reply["usage"]["completion_tokens"] == engine.generated
+
+
+WRONG = '<｜DSML｜invoke name="rm">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+RIGHT = '<｜DSML｜invoke name="f">\n' + REST
+
+
+def asked(
+    codec: Codec, protocol: str, *, thinking: bool, choice: Any = REQUIRED, stream: bool = True
+) -> Exchange:
+    """Open a request that demands a call."""
+    quiet: dict[str, Any] = {"thinking": {"type": "disabled"}}
+    if protocol == "responses":
+        quiet = {"reasoning": {"effort": "none"}}
+    return open_any(
+        codec,
+        protocol,
+        tools=TOOLS,
+        tool_choice=choice[protocol],
+        stream=stream,
+        **({} if thinking else quiet),
+    )
+
+
+def outputs(thinking: bool, *after: str) -> list[str]:
+    """What an engine generates: a thought first, where it thinks."""
+    return ["R</think>", *after] if thinking else list(after)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_of_no_tool_is_tried_again(
+    codec: Codec, protocol: str, thinking: bool, size: int
+) -> None:
+    """A withheld call in place of the forced one: the block is opened anew, as if it were not."""
+    engine = Engine(codec, *outputs(thinking, WRONG, RIGHT))
+    exchange = asked(codec, protocol, thinking=thinking)
+    got = streams.message(protocol, engine.run(exchange, size=size))
+
+    assert [(c[0], c[1]) for c in got["calls"]] == [("f", '{"a": "x"}')]
+    assert (got["content"], got["finish"]) == ("", "tool_calls")
+    assert [w["name"] for w in got["bathyal"]["withheld_calls"]] == ["rm"]
+    assert "unmet" not in got["bathyal"]
+    assert engine.prompts[-1] == engine.prompts[-2]
+    assert engine.limits[-1] == engine.limits[-2] - len(encode(codec, WRONG))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("output", [WRONG, "</｜DSML｜tool_calls>", ""])
+def test_two_tries_without_a_call_are_an_error(
+    codec: Codec, protocol: str, thinking: bool, output: str
+) -> None:
+    """Never an empty reply that ends in stop: the error says what was asked for and what came."""
+    engine = Engine(codec, *outputs(thinking, output, output))
+    exchange = asked(codec, protocol, thinking=thinking)
+    frames = b"".join(engine.run(exchange))
+    error = exchange.error
+    assert error is not None
+    assert (error.status, error.code) == (502, "forced_call_missing")
+    assert error.message.startswith("tool_choice asks for a call, and the model made none in two")
+    assert error.message.endswith("the tool is not declared") == (output == WRONG)
+    assert error.message.encode() in frames
+    assert b'"finish_reason":"stop"' not in frames
+
+    engine = Engine(codec, *outputs(thinking, output, output))
+    exchange = asked(codec, protocol, thinking=thinking, stream=False)
+    engine.run(exchange)
+    with pytest.raises(ReplyError, match="made none in two tries"):
+        exchange.body()
+
+
+@pytest.mark.parametrize("again", [RIGHT, "I will not."])
+def test_prose_in_place_of_the_call_is_kept(codec: Codec, again: str) -> None:
+    """What was said was sent: the call follows it, or it stays the answer and is reported."""
+    engine = Engine(codec, "Sorry, no.", again)
+    got = streams.message("chat", engine.run(asked(codec, "chat", thinking=False)))
+
+    assert got["content"] == "Sorry, no."
+    if again == RIGHT:
+        assert ([c[0] for c in got["calls"]], got["finish"]) == (["f"], "tool_calls")
+    else:
+        assert (got["calls"], got["finish"]) == ([], "stop")
+        assert got["bathyal"]["unmet"] == "tool_choice"
+        assert got["bathyal"]["lost_text"].strip() == again
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_named_tool_is_opened_and_no_call_of_it_made_up(codec: Codec, thinking: bool) -> None:
+    """Where one tool is named its call is opened; a model that begins another has not called it."""
+    other = '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    engine = Engine(codec, *outputs(thinking, other, REST))
+    exchange = asked(codec, "chat", thinking=thinking, choice=NAMED)
+    got = streams.message("chat", engine.run(exchange))
+    assert [(c[0], c[1]) for c in got["calls"]] == [("f", '{"a": "x"}')]
+    opened = encode(codec, OPENED + '<｜DSML｜invoke name="f">\n')
+    assert list(engine.prompts[-1][-len(opened) :]) == opened
+
+    engine = Engine(codec, *outputs(thinking, other, other))
+    exchange = asked(codec, "chat", thinking=thinking, choice=NAMED)
+    engine.run(exchange)
+    assert exchange.error is not None
+    assert "asks for a call of f" in exchange.error.message
+
+
+def test_a_call_in_the_reasoning_that_is_withheld_is_tried_again(codec: Codec) -> None:
+    """The thought ended in a call of no tool: it is closed, and the block is opened."""
+    engine = Engine(codec, "Hm\n\n" + block(call("rm")), RIGHT)
+    exchange = asked(codec, "chat", thinking=True)
+    got = streams.message("chat", engine.run(exchange))
+
+    assert ([c[0] for c in got["calls"]], got["finish"]) == (["f"], "tool_calls")
+    thought = "Hm\n\n" + block(call("rm"))
+    assert engine.prompts[1] == (
+        *exchange.prompt_ids,
+        *encode(codec, f"{thought}</think>{OPENED}"),
+    )
+
+
+def test_a_call_that_is_delivered_is_not_tried_again(codec: Codec) -> None:
+    """One good call among bad ones meets the demand."""
+    engine = Engine(codec, WRONG.partition("</｜DSML｜tool_calls>")[0] + RIGHT)
+    got = streams.message("chat", engine.run(asked(codec, "chat", thinking=False)))
+
+    assert [c[0] for c in got["calls"]] == ["f"]
+
+
+def test_length_and_an_empty_budget_end_it(codec: Codec) -> None:
+    """No second try after length, nor where no token is left: the demand is reported."""
+    engine = Engine(codec, WRONG)
+    exchange = asked(codec, "chat", thinking=False)
+    got = streams.message("chat", engine.run(exchange, finish="length"))
+    assert (got["finish"], got["bathyal"]["unmet"]) == ("length", "tool_choice")
+
+    quiet: dict[str, Any] = {"thinking": {"type": "disabled"}, "tool_choice": "required"}
+    spent = len(encode(codec, WRONG))
+    exchange = open_chat(codec, tools=TOOLS, stream=True, max_tokens=spent, **quiet)
+    engine = Engine(codec, WRONG)
+    got = streams.message("chat", engine.run(exchange))
+    assert (got["finish"], got["bathyal"]["unmet"]) == ("stop", "tool_choice")
+    assert "the tool is not declared" in got["content"]
+
+
+def test_other_profiles_only_report(official: Codec) -> None:
+    """`unmet_choice: report`: one generation, and the report names the demand."""
+    engine = Engine(official, "</｜DSML｜tool_calls>")
+    got = streams.message("chat", engine.run(asked(official, "chat", thinking=False)))
+
+    assert (got["finish"], got["bathyal"]) == ("stop", {"unmet": "tool_choice"})
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -42,6 +42,48 @@ def test_a_stream_says_what_the_whole_reply_says(codec: Codec, protocol: str, si
     assert got["finish"] == "tool_calls"
 
 
+BIG = "123456789012345678901234567890"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_big_numbers_keep_their_digits(
+    codec: Codec, protocol: str, stream: bool, size: int
+) -> None:
+    """An integer beyond 64 bits goes out digit for digit, as a string or inside an object."""
+    deep = f'[1, {{"b": -{BIG}, "c": 0.{BIG}}}]'
+    calls = block(
+        call("g"),
+        call("f", param("a", "x"), param("n", BIG, "false")),
+        call("g", param("o", deep, "false")),
+    )
+    exchange = open_any(codec, protocol, tools=TOOLS, stream=stream)
+    frames = drive(exchange, each(encode(codec, f"R</think>Hm.{calls}"), size))
+    if protocol == "messages" and not stream:
+        body = exchange.body().decode()
+        assert f'"input":{{"a": "x", "n": {BIG}}}' in body
+        assert f'"input":{{"o": {deep}}}' in body
+        blocks = orjson.loads(body)["content"]
+        assert [b["type"] for b in blocks] == ["thinking", "text", *["tool_use"] * 3]
+        assert blocks[2]["input"] == {}
+    else:
+        read = streams.message if stream else streams.whole
+        got = read(protocol, frames if stream else exchange.body())
+        want = ["{}", f'{{"a": "x", "n": {BIG}}}', f'{{"o": {deep}}}']
+        assert [c[1] for c in got["calls"]] == want
+
+
+def test_a_cut_call_with_a_big_number_is_left_to_the_codec(codec: Codec) -> None:
+    """Arguments that are no whole JSON are not put into a body."""
+    exchange = open_any(codec, "messages", tools=TOOLS)
+    output = "R</think>" + block(call("f", param("n", BIG, "false"), param("a", "half")))
+    drive(exchange, each(encode(codec, output.partition("half")[0])), finish="length")
+    (_, sent) = orjson.loads(exchange.body())["content"]
+
+    assert sent["type"] == "tool_use"
+
+
 USAGE = {
     "chat": ("prompt_tokens", 10, "completion_tokens", 7, "total_tokens", 17),
     "responses": ("input_tokens", 10, "output_tokens", 7, "total_tokens", 17),

@@ -85,6 +85,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"reasoning": {"summary": "long"}}, "reasoning.summary", "'long'"),
     ({"max_output_tokens": 0}, "max_output_tokens", "[1, "),
     ({"metadata": {"a": 1}}, "metadata", "object of strings"),
+    ({"text": {"format": "json"}}, "text.format", "an object"),
+    ({"text": {"format": {"type": "regex"}}}, "text.format.type", "'regex'"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format", "'json'"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "a string, got null"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "null"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "foo"}}}},
+        "text.format.schema",
+        "foo",
+    ),
 ]
 
 
