@@ -1,7 +1,7 @@
 """Experts for a few rows: narrow weights, streamed once (twin: engine.kernels.moe.moe_torch).
 
-W13, the rounding of hidden values, W2: three launches. A program is one warp, which owns TILES tiles
-of 16 weight rows, whole rows of them, times up to 8 rows of x: it shares nothing with other warps,
+W13, the rounding of hidden values, W2: three launches. A program is one warp, which owns TILES
+tiles of 16 weight rows, whole rows, times up to 8 rows of x: it shares nothing with other warps,
 so that none waits for another and their loads and arithmetic overlap by chance. That needs many
 warps; registers are limited to make room for them. A tile of W13 is 8 gate rows and the 8 up rows
 of the same hidden values. Programs take equal, contiguous shares of all these *units*, so that each
@@ -136,13 +136,12 @@ def _finish(a, b, out, target, weight, valid, column, limit, SECOND: tl.constexp
 def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
           experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
           WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-          WARPS: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+          R: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Units [low, high) of one tile of up to eight rows."""
     apart: tl.constexpr = 8 if SECOND else N // 2
     further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
-    thread = tl.arange(0, 32 * WARPS)
-    mine = thread % 32 // 4
+    thread = tl.arange(0, 32)
+    mine = thread // 4  # g: a weight row of a tile, and a column of the tensor cores
     if SHARED:
         first = tile * 8
         count = tl.minimum(T - first, 8)
@@ -160,7 +159,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
     n1 = n0 + 4
     p0 = first + tl.minimum(n0, count - 1)
     p1 = first + tl.minimum(n1, count - 1)
-    w0 = tl.full((32 * WARPS,), 1.0, tl.float32)
+    w0 = tl.full((32,), 1.0, tl.float32)
     w1 = w0
     if SHARED:
         source = place + (T * CHOICES if SECOND else 0)
@@ -182,14 +181,14 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
     t1 = o1.to(tl.int64) * WIDTH
     x_row = x + source.to(tl.int64) * (K // 2)
     if SECOND and SHARED:
-        tl.static_assert(CHOICES <= 8)
         row = (first + tl.minimum(mine, count - 1)) * CHOICES
-        some = tl.load(experts + row + tl.minimum(n0, CHOICES - 1))
-        others = tl.load(experts + row + tl.minimum(n1, CHOICES - 1))
-        gaps = tl.min(tl.minimum(some, others), axis=0) < 0
-    zero = tl.zeros((32 * WARPS,), tl.float32)
+        least = tl.load(experts + row)
+        for choice in tl.static_range(1, CHOICES):
+            least = tl.minimum(least, tl.load(experts + row + choice))
+        gaps = tl.min(least, axis=0) < 0
+    zero = tl.zeros((32,), tl.float32)
     for unit in range(low, high):
-        column = (unit * WARPS + thread // 32) * (further * TILES) + mine
+        column = unit * (further * TILES) + mine
         if TILES == 1:
             sums = (zero, zero, zero, zero)
         else:
@@ -211,15 +210,15 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
 
 @triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
 def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order,
-                 tiles, num_tiles, weights, experts, T, limit, shared_programs,
-                 CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-                 SECOND: tl.constexpr, WARPS: tl.constexpr, R: tl.constexpr,
-                 SHARED_R: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-                 BLOCK: tl.constexpr, SHARED_FP4: tl.constexpr,
-                 SHARED_BLOCK: tl.constexpr):  # fmt: skip
+                    tiles, num_tiles, weights, experts, T, limit, shared_programs,
+                    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+                    SECOND: tl.constexpr, R: tl.constexpr, SHARED_R: tl.constexpr,
+                    TILES: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+                    SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr):  # fmt: skip
+    """One of the two products: programs of the shared expert first, then those of the tiles."""
     program = tl.program_id(0)
     if program < shared_programs:
-        shared_units: tl.constexpr = N // (16 * WARPS)
+        shared_units: tl.constexpr = N // 16
         total = (T + 7) // 8 * shared_units
         begin = program * total // shared_programs
         end = (program + 1) * total // shared_programs
@@ -227,10 +226,10 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * shared_units, 0)
             high = tl.minimum(end - tile * shared_units, shared_units)
             _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
-                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, 1, WARPS, SHARED_R,
+                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, 1, SHARED_R,
                   SHARED_FP4, SHARED_BLOCK)  # fmt: skip
     else:
-        units: tl.constexpr = N // (16 * TILES * WARPS)
+        units: tl.constexpr = N // (16 * TILES)
         total = tl.load(num_tiles) * units
         programs = tl.num_programs(0) - shared_programs
         begin = (program - shared_programs) * total // programs
@@ -239,7 +238,7 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * units, 0)
             high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
-                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, WARPS, R,
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, R,
                   FP4, BLOCK)  # fmt: skip
 
 
@@ -368,7 +367,6 @@ def _product(
         K=source.shape[1],
         WIDTH=out.shape[-1],
         SECOND=second,
-        WARPS=1,
         R=min(chunks, layout.chunks if w.kind == "fp4" else 2),
         SHARED_R=min(chunks, layout.chunks if shared.kind == "fp4" else 2),
         TILES=layout.tiles,

@@ -21,7 +21,7 @@ from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Sign, exponent and mantissa of codes, moved to where bfloat16 has them, times a factor; see
-#: engine.kernels.stream for why that is the value. Four bytes in; two bfloat16 in each register out.
+#: engine.kernels.stream for why that is the value. Four bytes in; two numbers in each register out.
 _FP4_ASM = tl.constexpr(
     "{ .reg .b32 t, a, b;"
     " prmt.b32 t, $4, 0, 0x4140;"
