@@ -51,7 +51,9 @@ class HostBuffer:
             raise EngineError(f"host memory: {nbytes:,} bytes asked for: {error}") from None
         with contextlib.suppress(AttributeError, OSError):  # far fewer pages to hand out
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
+        # Threads fill it, and inference mode is a thread's own: its tensors are nobody else's to write.
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
         if pin:
             begin = time.perf_counter()
             self._pin(threads)
