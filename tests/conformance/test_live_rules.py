@@ -52,7 +52,9 @@ class Scripted:
         return Exchange(request, 200, headers, [(0.5, body)])
 
 
-def variant(folder: Path, request: dict[str, Any], mode: Mode, tier: str = "live") -> Variant:
+def variant(
+    folder: Path, request: dict[str, Any], mode: Mode, tier: str = "live", expect: Any = None
+) -> Variant:
     case = {
         "id": "mine/one",
         "tier": tier,
@@ -60,7 +62,7 @@ def variant(folder: Path, request: dict[str, Any], mode: Mode, tier: str = "live
         "source": "a test",
         "request": request,
         "script": {"output": "invoke"},
-        "expect": {"status": 200},
+        "expect": expect or {"status": 200},
         "modes": [mode],
         "protocols": ["chat"],
     }
@@ -171,3 +173,28 @@ def test_live_seed_replaces_nothing(tmp_path: Path, request_: dict[str, Any]) ->
     asyncio.run(run([one], Noting("", None, "stop"), Options("m")))
 
     assert sent == [render(one, "m", load.load_tools())[0].body]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "verdict"),
+    [
+        ([{"calls": [], "finish": "stop"}, {"status": [502], "policy": "error"}], "pass"),
+        ([{"calls": [], "finish": "stop"}, {"status": 400, "policy": "refused"}], "fail"),
+        ({"calls": [], "finish": "stop"}, "fail"),
+    ],
+)
+def test_an_error_in_a_stream_is_a_5xx(tmp_path: Path, wanted: Any, verdict: str) -> None:
+    """Where a 5xx will do so does an error event, whose status was sent before; nowhere else."""
+    one = variant(tmp_path, FREE, "stream", tier="scripted", expect=wanted)
+    error = {"message": "no call", "type": "server_error", "param": None, "code": "x"}
+    body = b'data: {"error": ' + orjson.dumps(error) + b"}\n\ndata: [DONE]\n\n"
+
+    class Failing(Scripted):
+        async def send(self, request: Request) -> Exchange:
+            headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+            return Exchange(request, 200, headers, [(0.5, body)])
+
+    result = asyncio.run(run([one], Failing("", None, "stop"), Options("m"))).results[0]
+    found = {outcome.check: outcome.verdict.value for outcome in result.outcomes}
+
+    assert found["expect/finish"] == verdict
