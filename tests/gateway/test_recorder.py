@@ -79,6 +79,16 @@ def asks() -> list[Any]:
             ),
             (
                 "/v1/chat/completions",
+                chat_body(tools=[TOOL], stream=stream, **FORCED),
+                {"x-bathyal-script": "plain, rest"},  # tried once more
+            ),
+            (
+                "/v1/chat/completions",
+                chat_body(tools=[TOOL], stream=stream, **FORCED),
+                {"x-bathyal-script": "other"},  # twice: an error
+            ),
+            (
+                "/v1/chat/completions",
                 chat_body(n=2, stream=stream),
                 {"x-bathyal-script": "call"},
             ),
@@ -114,6 +124,7 @@ LINES = [
     text_line(REST, name="rest"),
     text_line("abc", name="broken", finish="error"),
     text_line("abc, x", name="plain"),
+    text_line('<｜DSML｜ invoke name="rm">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>', name="other"),
 ]
 
 
@@ -128,8 +139,9 @@ def test_a_replay_of_every_protocol_comes_out_the_same(info: ModelInfo, tmp_path
     assert {line["protocol"] for line in lines} == {
         *("chat", "responses", "messages", "completions")
     }
-    assert [len(line["choices"][0]["generations"]) for line in lines].count(2) == 2
+    assert [len(line["choices"][0]["generations"]) for line in lines].count(2) == 6
     assert [line["failure"] for line in lines].count("backend_error") == 2
+    assert [line["failure"] for line in lines].count("forced_call_missing") == 1
 
 
 @pytest.mark.parametrize(
