@@ -16,7 +16,8 @@ first again, so that a demonstration does not run dry. `max_tokens` holds as wit
 
 A forced tool choice while thinking is two generations (parsers.exchange), so it takes two lines:
 the reasoning, and then the inside of the call that was opened for the model. A request may name
-both, `x-bathyal-script: THINK, CALL`; without a name the next two in order are played.
+both, `x-bathyal-script: THINK, CALL`; without a name the next two in order are played. A call that is
+tried once more takes a further line, or the last that was named again.
 
 The tokenizer and the model's limits are those of a checkpoint folder; its weights are not read.
 """
