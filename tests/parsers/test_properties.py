@@ -145,6 +145,51 @@ def test_whatever_a_model_writes(codec: Codec, data: st.DataObject) -> None:
     assert (want["finish"] == "tool_calls") <= bool(want["calls"])
 
 
+def played_in_tries(
+    codec: Codec, tries: list[list[int]], size: int, *, stream: bool, **fields: Any
+) -> tuple[dict[str, Any] | str, list[tuple[int, ...]]]:
+    """Play a forced choice as a driver does: its message or its error, and the prompts it took."""
+    exchange = open_chat(codec, stream=stream, tools=TOOLS, tool_choice="required", **fields)
+    frames, prompts, left = exchange.start(10, 4), [], [*tries]
+    while True:
+        for step in each(left.pop(0), size):
+            frames += exchange.receive(step)
+        more = exchange.continuation() if left else None
+        if more is None:
+            break
+        prompts.append(more.prompt_ids)
+    frames += exchange.close("stop")
+    assert not any(MARKER.search(frame.decode()) for frame in frames)
+    if exchange.error is not None:
+        return exchange.error.code, prompts
+    return masked(message(chunks(frames)) if stream else whole(exchange.body())), prompts
+
+
+@given(data=st.data())
+@settings(max_examples=100)
+def test_whatever_a_model_writes_in_place_of_a_forced_call(
+    codec: Codec, data: st.DataObject
+) -> None:
+    """Tries of any output and split: one message or one error; never empty without a call."""
+    fields = data.draw(st.sampled_from([{}, {"thinking": {"type": "disabled"}}]))
+    tries = [data.draw(outputs(codec)) for _ in range(3)]
+    size = data.draw(st.integers(1, 9))
+
+    want, prompts = played_in_tries(codec, tries, 10_000, stream=False, **fields)
+    assert played_in_tries(codec, tries, 1, stream=True, **fields) == (want, prompts)
+    assert played_in_tries(codec, tries, size, stream=True, **fields) == (want, prompts)
+    assert len(prompts) <= (2 if not fields else 1)
+    if isinstance(want, str):
+        assert want == "forced_call_missing"
+        return
+    for name, arguments, _id in want["calls"]:
+        assert name in ("f", "g")
+        assert isinstance(orjson.loads(arguments), dict)
+    if not want["calls"]:
+        assert want["content"].strip()
+        assert want["bathyal"]["unmet"] == "tool_choice"
+
+
 @given(data=st.data())
 def test_what_was_sent_is_at_every_moment_the_beginning_of_json(
     codec: Codec, data: st.DataObject
