@@ -116,9 +116,7 @@ class Injected:
 class Bench:
     """A model with some layers paged, and memory for a few sequences."""
 
-    def __init__(
-        self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False
-    ) -> None:
+    def __init__(self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False) -> None:
         self.model: FastModel | Qwen3Model
         self.pool: KVPool | QwenPool
         per = CONTEXT // BLOCK
