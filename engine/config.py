@@ -9,11 +9,11 @@ All problems of a file are reported together. Knows nothing of tensors: no torch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
@@ -21,6 +21,7 @@ from engine.api import EngineError
 from engine.config_checks import CSA_RATIO, problems, wanted
 
 Version = Literal["v4", "v4.1"]
+Config = TypeVar("Config")
 
 
 class ConfigError(EngineError):
@@ -254,18 +255,7 @@ class ModelConfig:
         Raises:
             ConfigError: the file is absent, is no JSON object, or cannot be served.
         """
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            data = orjson.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise ConfigError(str(path), ["file not found"]) from None
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(str(path), [f"not JSON: {error}"]) from None
-        try:
-            return cls.from_dict(data)
-        except ConfigError as error:
-            raise ConfigError(str(path), error.problems) from None
+        return read_config_file(path, cls.from_dict)
 
     @classmethod
     def from_dict(cls, data: Any) -> ModelConfig:
@@ -293,6 +283,30 @@ class ModelConfig:
         if fields.problems:
             raise ConfigError("config", fields.problems)
         return cls(**values)
+
+
+def read_config_file(path: Path | str, build: Callable[[Any], Config]) -> Config:
+    """Build a configuration from config.json, or the config.json of a folder.
+
+    Args:
+        path: file or folder.
+        build: makes it of the parsed file.
+
+    Raises:
+        ConfigError: the file is absent, is no JSON object, or cannot be served; names the file.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(str(path), ["file not found"]) from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(str(path), [f"not JSON: {error}"]) from None
+    try:
+        return build(data)
+    except ConfigError as error:
+        raise ConfigError(str(path), error.problems) from None
 
 
 def primes_from(start: int) -> Iterator[int]:

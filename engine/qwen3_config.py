@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
-from engine.config import ConfigError
+from engine.config import ConfigError, read_config_file
 from engine.config_checks import wanted
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -69,18 +67,7 @@ class Qwen3Config:
         Raises:
             ConfigError: the file is absent, is no JSON object, or cannot be served.
         """
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            data = orjson.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise ConfigError(str(path), ["file not found"]) from None
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(str(path), [f"not JSON: {error}"]) from None
-        try:
-            return cls.from_dict(data)
-        except ConfigError as error:
-            raise ConfigError(str(path), error.problems) from None
+        return read_config_file(path, cls.from_dict)
 
     @classmethod
     def from_dict(cls, data: Any) -> Qwen3Config:
