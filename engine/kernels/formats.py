@@ -86,9 +86,7 @@ class Matrix:
 
     def __getitem__(self, index: int) -> Matrix:
         """One matrix of a stack."""
-        scale = None if self.scale is None else self.scale[index]
-        extra = tuple((name, tensor[index]) for name, tensor in self.extra)
-        return Matrix(self.kind, self.data[index], scale, self.block, extra)
+        return self.of({name: tensor[index] for name, tensor in self.tensors.items()})
 
     def take(self, index: Tensor) -> Matrix:
         """Matrices of a stack, copied: int64 [n] of them."""
@@ -115,7 +113,7 @@ def rows_from(m: Matrix, first: int) -> Matrix:
 
 
 def powers(scale: Tensor) -> Tensor:
-    """Float32 values 2 ** (byte - 127) of scale bytes uint8 [...]; 255 is NaN."""
+    """Float32 values 2 ** (byte - 127) of scale bytes (uint8 or float8_e8m0fnu); 255 is NaN."""
     return scale.view(torch.float8_e8m0fnu).to(torch.float32)
 
 

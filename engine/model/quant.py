@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.formats import powers as from_ue8m0
 from engine.kernels.roundtrip import (
     E2M1_MAX,
     E2M1_VALUES,
@@ -65,11 +66,6 @@ def from_e2m1(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of e2m1 codes (uint8, 0..15)."""
     signed = (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
     return torch.tensor(signed, dtype=dtype, device=code.device)[code.long()]
-
-
-def from_ue8m0(byte: Tensor) -> Tensor:
-    """Float32 values 2**(byte - 127) of scale bytes (uint8 or float8_e8m0fnu); 255 is NaN."""
-    return byte.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def to_ue8m0(scale: Tensor) -> Tensor:
