@@ -25,7 +25,7 @@ from engine.kernels.rows import Rows
 from engine.model.packed import PackedDspark, PackedLayer
 
 if TYPE_CHECKING:
-    from engine.model.fast import FastModel, Held, Pass
+    from engine.model.fast import FastModel, Pass
 
 
 class Dspark:
@@ -49,13 +49,12 @@ class Dspark:
         model.tapped = config.target_layer_ids
         self._wkv = [_wkv(stage, model.config.q_lora_rank) for stage in weights.stages]
 
-    def remember(self, state: Pass, rings: Sequence[Tensor], held: Held | None = None) -> None:
+    def remember(self, state: Pass, rings: Sequence[Tensor]) -> None:
         """Take in what a backbone pass has seen.
 
         Args:
-            state: the pass, done.
+            state: the pass, done; what it holds back, this does too.
             rings: of the stages, [slots, W, D] each, written.
-            held: the pass's, if its rows may turn out not to count.
         """
         m, c = self._model, self._model.config
         taps = torch.cat([state.taps[layer] for layer in self._config.target_layer_ids], -1)
@@ -63,11 +62,7 @@ class Dspark:
         main = _rms_norm(main, self._weights.main_norm, c.rms_norm_eps)
         for stage, wkv, ring in zip(self._weights.stages, self._wkv, rings, strict=True):
             keys = self._keys(stage, m.ops.linear(main, wkv, act_group=m.act_group), state.rows)
-            store = partial(m.ops.store_window, keys, state.rows, ring)
-            if held is None:
-                store()
-            else:
-                held.add(store)
+            state.store(partial(m.ops.store_window, keys, state.rows, ring))
 
     def propose(
         self, sampled: Tensor, rows: Rows, rings: Sequence[Tensor]

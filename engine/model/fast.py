@@ -93,6 +93,13 @@ class Pass:
     choices: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
 
+    def store(self, store: Callable[..., None]) -> None:
+        """Do a store of rolling state now, or when the pass's rows are known to count."""
+        if self.held is None:
+            store()
+        else:
+            self.held.add(store)
+
     def narrow(self, to: Narrowing) -> None:
         """Go on with fewer rows; what was chosen for those that are left stays chosen."""
         self.rows = to.rows
@@ -266,14 +273,7 @@ class FastModel:
             store = partial(
                 self.ops.store_history, rows, self._fold, pool.history, image=self._image
             )
-            self._store(state, store)
-
-    def _store(self, state: Pass, store: Callable[..., None]) -> None:
-        """Do a store of rolling state now, or when the pass's rows are known to count."""
-        if state.held is None:
-            store()
-        else:
-            state.held.add(store)
+            state.store(store)
 
     def _layer(
         self, layer: Layer, w: PackedLayer, streams: Tensor, before: Flow | None, state: Pass
@@ -442,7 +442,7 @@ class FastModel:
             scale=self._scale,
         )
         if not rows.is_decode or state.held is not None:
-            self._store(state, partial(k.store_window, k_rows, rows, ring))
+            state.store(partial(k.store_window, k_rows, rows, ring))
         return k.attention_output(o, a.wo_a, a.wo_b, c.o_groups, act_group=self.act_group)
 
     def _extra_projections(

@@ -114,7 +114,7 @@ class Speculator:
         held = Held()
         state = Pass(block, pool, held)
         logits = self._model.run(state)
-        self._draft.remember(state, pool.draft, held)
+        self._draft.remember(state, pool.draft)
         size = self.rows_per_sequence
         offsets = torch.arange(size, dtype=torch.int32, device=rows.ids.device)
         drawn, usable = self._model.ops.sample(

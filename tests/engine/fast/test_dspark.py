@@ -61,7 +61,7 @@ def feed(
     held = None if counted is None else Held()
     state = Pass(rows, pool, held)
     logits = model.run(state)
-    draft.remember(state, pool.draft, held)
+    draft.remember(state, pool.draft)
     if held is not None:
         held.commit(torch.tensor([counted], dtype=torch.int32))
     request.done += size if counted is None else counted
