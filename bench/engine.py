@@ -21,6 +21,7 @@ Rows: bench
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -124,10 +125,41 @@ class Engine:
         if device == "cuda":
             held = torch.cuda.memory_allocated()
             self.start["held_over_planned"] = round(held / planned, 4)
-        self.core = EngineCore(self.runner, options, max_position_embeddings=context)
+        self._time_waits()
+        self._options, self._context = options, context
+        self.use_prefix_cache(True)
         self._draw = random.Random(0)
         self._vocab = config.vocab_size
         self._made = 0
+
+    def _time_waits(self) -> None:
+        """Count the seconds that the host waits for the device's results."""
+        finish = self.runner._readback.finish
+
+        def timed(half: int, count: int) -> list[int]:
+            begin = time.perf_counter()
+            found = finish(half, count)
+            self._waited += time.perf_counter() - begin
+            return found
+
+        self._waited = 0.0
+        self.runner._readback.finish = timed  # type: ignore[method-assign]
+
+    def kernels(self, batch: int) -> int | None:
+        """Kernels that the device runs in a step of so many rows; None on a CPU."""
+        if not torch.cuda.is_available():
+            return None
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as trace, torch.inference_mode():
+            self.runner.graphs.run(self.runner.graphs.bucket_for(batch))
+            torch.cuda.synchronize()
+        return sum(event.count for event in trace.key_averages())
+
+    def use_prefix_cache(self, on: bool) -> None:
+        """Begin anew over the same memory, with or without a prefix cache."""
+        options = dataclasses.replace(self._options, prefix_cache=on)
+        self.core = EngineCore(self.runner, options, max_position_embeddings=self._context)
 
     def ids(self, count: int) -> tuple[int, ...]:
         """Random ids."""
@@ -167,9 +199,10 @@ class Engine:
 
     def decode(self, batch: int, prompt: int, new: int, repeats: int) -> dict[str, Any]:
         """Milliseconds of a step of streams that start together."""
-        steps, rates = [], []
+        steps, rates, host = [], [], []
         for _ in range(WARM_UPS + repeats):
             came: dict[str, list[float]] = {}
+            begin, launched, waited = time.perf_counter(), self.runner.num_launched, self._waited
             for _ in range(batch):
                 self.submit(self.ids(prompt), new)
             self.run(
@@ -178,6 +211,8 @@ class Engine:
             first = max(times[0] for times in came.values())
             last = min(times[-1] for times in came.values())
             count = sum(first < now <= last for times in came.values() for now in times)
+            spent = time.perf_counter() - begin - (self._waited - waited)
+            host.append(spent * 1e6 / (self.runner.num_launched - launched))
             rates.append(count / (last - first))
             steps.append((last - first) * 1e3 * batch / count)
         return {
@@ -186,6 +221,8 @@ class Engine:
             "prompt_tokens": prompt,
             "new_tokens": new,
             "ms_step": spread(steps[WARM_UPS:], 4),
+            "host_us": spread(host[WARM_UPS:], 1),
+            "kernels": self.kernels(batch),
             "tok_s": spread(rates[WARM_UPS:], 1),
         }
 
@@ -317,10 +354,13 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         )
         common = {"geometry": args.geometry, "mode": mode, "chunk": args.chunk, "mixed": args.mixed}
         yield {"bench": "start", **common, **engine.start, **_memory(args.device)}
-        for length in prompts if "ttft" in what else ():
-            yield {**engine.ttft(length, args.repeats), **common}
+        engine.use_prefix_cache(False)
         for batch in batches if "decode" in what else ():
             yield {**engine.decode(batch, 128, args.new_tokens, args.repeats), **common}
+        for length in prompts if "ttft" in what else ():
+            repeats = max(2, args.repeats * 8192 // max(length, 8192))
+            yield {**engine.ttft(length, repeats), **common}
+        engine.use_prefix_cache(True)
         if "beside" in what:
             yield {**engine.beside(8, args.beside), **common}
         if "cached" in what:
@@ -371,8 +411,8 @@ def main() -> None:
     for row in figures(args):
         print(orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS).decode(), flush=True)
         rows.append(orjson.loads(orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS)))
-    if args.out:
-        print(write_rows(args.out, make_rows("bench.engine", args.device, rows)))
+        if args.out:  # as it stands: what was measured is kept if the run is cut
+            write_rows(args.out, make_rows("bench.engine", args.device, rows))
 
 
 if __name__ == "__main__":
