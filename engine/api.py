@@ -7,8 +7,9 @@ in a process that may never touch torch. Everything here is a frozen value; a fi
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 #: How a prompt is processed by layers that share the last KV source; see engine.plan.replay.
 PrefillMode = Literal["off", "exact", "bounded"]
@@ -89,6 +90,24 @@ class SamplingParams:
         return self.penalises or bool(self.logit_bias)
 
 
+class TokenGuide(Protocol):
+    """Says which tokens of one request may come next: where constrained decoding fits in."""
+
+    def next(self, generated: Sequence[int]) -> bytes | int | None:
+        """Constrain the token that is drawn next.
+
+        Called in the engine's thread before each token, perhaps more than once for the same one (a
+        preempted request goes on where it was), so it must be quick and depend on nothing else.
+
+        Args:
+            generated: all tokens of the reply so far.
+
+        Returns:
+            None where any token may come; a token id that comes whatever the model says; or a mask of
+            4 * ceil(V / 32) bytes: bit v % 8 of byte v // 8 says whether token v may come.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation.
@@ -109,6 +128,8 @@ class GenerateRequest:
             with a vision tower.
         cache_salt: only requests with the same one share what the prefix cache keeps, so that
             nobody learns from a hit what another one's prompt was.
+        guide: constrains the tokens that are drawn; one that raises or answers wrongly ends its own
+            request. Steps are not launched ahead while such a request runs.
     """
 
     id: str
@@ -121,6 +142,7 @@ class GenerateRequest:
     prompt_logprobs_start: int = 0
     images: tuple[str, ...] = ()
     cache_salt: str = ""
+    guide: TokenGuide | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from engine.api import (
 )
 from engine.device.build import Built, Source, build
 from engine.device.runner import StepResult
-from engine.device.sampler import Draw, Sample
+from engine.device.sampler import Draw, Sample, guided
 from engine.options import EngineConfig
 from engine.plan.replay import Replay
 from engine.plan.request import RequestState
@@ -177,8 +177,10 @@ class EngineCore:
             return []
         self._steps += 1
         assert self._runner is not None
+        misguided: dict[str, str] = {}
+        draws = self._draws(plan, misguided)
         try:
-            result = self._runner.step(plan, self._draws(plan))
+            result = self._runner.step(plan, draws)
         except EngineDeadError:
             raise  # nothing is left to serve with
         except Exception:
@@ -193,7 +195,9 @@ class EngineCore:
                 continue
             drawn = next(samples) if chunk.wants_logits else None
             scored = self._note_scores(chunk, result)
-            if not scored or (chunk.wants_logits and drawn is None):
+            if chunk.request_id in misguided:
+                deltas.append(self._fail(chunk.request_id, misguided[chunk.request_id]))
+            elif not scored or (chunk.wants_logits and drawn is None):
                 deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
             elif drawn is None:
                 self._scheduler.commit(chunk, None)
@@ -296,14 +300,23 @@ class EngineCore:
             replay=self._replay,
         )
 
-    def _draws(self, plan: StepPlan) -> list[Draw]:
+    def _draws(self, plan: StepPlan, misguided: dict[str, str]) -> list[Draw]:
+        """What to draw after each chunk that wants logits; notes guides that failed and how."""
         draws = []
         for chunk in plan.chunks:
             if chunk.wants_logits:
                 state = self._scheduler.get(chunk.request_id)
-                params = state.request.sampling
-                generated = state.token_ids[state.num_prompt :] if params.penalises else ()
-                draws.append(Draw(params, state.num_generated, generated=generated))
+                params, guide = state.request.sampling, state.request.guide
+                wanted = params.penalises or guide is not None
+                generated = state.token_ids[state.num_prompt :] if wanted else ()
+                draw = Draw(params, state.num_generated, generated=generated)
+                if guide is not None:
+                    try:
+                        draw = guided(draw, guide, self._vocab_size)
+                    except Exception as error:
+                        logger.exception("the guide of request %s failed", chunk.request_id)
+                        misguided[chunk.request_id] = f"the request's guide failed: {error}"
+                draws.append(draw)
         return draws
 
     def _note_scores(self, chunk: Chunk, result: StepResult) -> bool:

@@ -25,12 +25,14 @@ class Lane:
         position: of the token that the next step processes.
         blocks: entries of its block table that are set.
         masked: whether a token mask is set.
+        forced: whether a token is forced.
     """
 
     row: int
     position: int
     blocks: int
     masked: bool = False
+    forced: bool = False
 
 
 class Lanes:
@@ -82,7 +84,13 @@ class Lanes:
         arrivals = {chunk.arrival for chunk in chunks}
         stale = [a for a, lane in self._lanes.items() if a not in arrivals]
         new = [chunk for chunk in chunks if not self.holds(chunk)]
-        constrained = any(draw.is_constrained for draw in draws)
+        masks_before = any(lane.masked for lane in self._lanes.values())
+        # A constraint holds for one token: what the last one left must go even if none follows.
+        constrained = (
+            masks_before
+            or any(lane.forced for lane in self._lanes.values())
+            or any(draw.is_constrained for draw in draws)
+        )
         if not stale and not new and not constrained:
             return self._extend(chunks)
         for arrival in stale:
@@ -94,14 +102,13 @@ class Lanes:
                 self._drop(arrival)
         taken = {lane.row for lane in self._lanes.values()}
         free = (row for row in range(self._buffers.num_rows) if row not in taken)
-        masks_before = any(lane.masked for lane in self._lanes.values())
         for chunk, draw in zip(chunks, draws, strict=True):
             lane = self._lanes.get(chunk.arrival)
             if lane is None:
                 lane = self._lanes[chunk.arrival] = Lane(next(free), chunk.start, 0)
             self._fill(lane, chunk, draw)
         names = [*OWN, *HOSTS, "tables"]
-        if masks_before or constrained:
+        if masks_before or any(lane.masked for lane in self._lanes.values()):
             names.append("mask")
         self._buffers.upload(names, self.bucket)
         return True
@@ -158,6 +165,7 @@ class Lanes:
         seed = (params.seed or 0) & (2 * _SIGN - 1)
         host["seeds"][row] = seed - 2 * _SIGN if seed >= _SIGN else seed
         host["forced"][row] = -1 if draw.forced is None else draw.forced
+        lane.forced = draw.forced is not None
         if lane.masked or draw.allowed is not None:
             host["mask"][row] = WIDE["mask"][1] if draw.allowed is None else draw.allowed
         lane.masked = draw.allowed is not None

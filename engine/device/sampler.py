@@ -13,6 +13,7 @@ same everywhere. Maths on probabilities is float64.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.api import SamplingParams, TokenLogprob
+from engine.api import EngineError, SamplingParams, TokenGuide, TokenLogprob
 from engine.kernels.sampler import gumbel, nucleus
 
 _MASK64 = (1 << 64) - 1
@@ -67,6 +68,37 @@ class Sample:
 
     token_id: int
     logprob: TokenLogprob | None
+
+
+def guided(draw: Draw, guide: TokenGuide, vocab_size: int) -> Draw:
+    """Ask a guide for its say in a draw.
+
+    Args:
+        draw: whose `generated` is set.
+        guide: of the request.
+        vocab_size: V.
+
+    Raises:
+        EngineError: it allows no token, names one that the model does not know, or its mask has
+            another size.
+        Exception: whatever the guide raises.
+    """
+    answer = guide.next(draw.generated)
+    if answer is None:
+        return draw
+    if isinstance(answer, int):
+        if not 0 <= answer < vocab_size:
+            raise EngineError(f"guide: expected a token id below {vocab_size}, got {answer}")
+        return dataclasses.replace(draw, forced=answer)
+    count = 4 * -(-vocab_size // 32)
+    if len(answer) != count:
+        raise EngineError(
+            f"guide: expected a mask of {count} bytes for {vocab_size} tokens, got {len(answer)}"
+        )
+    allowed = np.frombuffer(answer, "<i4").astype(np.int32)
+    if not _bits(allowed, vocab_size).any():
+        raise EngineError("guide: expected at least one token that may come, got a mask of none")
+    return dataclasses.replace(draw, allowed=allowed)
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sample | None]:

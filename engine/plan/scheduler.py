@@ -392,9 +392,9 @@ class Scheduler:
 
         Returns:
             whether the step after this one may be launched ahead: every stream that wants another
-            token has its block, and none is asked for log-probabilities, which are read from logits
-            that such a launch overwrites. If one cannot go ahead nobody does, since two passes of
-            half the rows take longer than one.
+            token has its block, none is asked for log-probabilities, which are read from logits that
+            such a launch overwrites, and none has a guide, which must see the token first. If one
+            cannot go ahead nobody does, since two passes of half the rows take longer than one.
         """
         going = [state for state in streams if state.wants_more_after_this]
         missing = [
@@ -403,7 +403,9 @@ class Scheduler:
         ]
         needed = sum(count for _, count in missing if count > 0)
         if needed > self.blocks.num_free or any(
-            state.request.sampling.top_logprobs is not None or state.request.sampling.moves_logits
+            state.request.sampling.top_logprobs is not None
+            or state.request.sampling.moves_logits
+            or state.request.guide is not None
             for state in streams
         ):
             return False
