@@ -95,9 +95,7 @@ def test_only_what_the_guide_allows_comes(
     guide = Turns()
 
     alone = serve(make(), request("free", None, temperature))
-    found = serve(
-        make(), request("free", None, temperature), request("guided", guide, temperature)
-    )
+    found = serve(make(), request("free", None, temperature), request("guided", guide, temperature))
 
     got = tokens(found["guided"])
     assert len(got) == 12
