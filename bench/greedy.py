@@ -6,9 +6,11 @@
                                                  three at once where there are cores for it
     python -m bench.greedy --out greedy-tiny     compare, then 1,000 requests under load
 
-200 prompts of random ids and mixed length, 24 tokens each, float32. A request counts as equal up to
-its first tie: a place where the CPU's two best log-probabilities lie closer than 1e-3, so that rounding
-may decide either way. Ties are counted, anything else is listed and fails.
+200 prompts, 24 tokens each, float32: the demo's turns, turns of held-out dialogues with tools
+(training.evaluate), and random ids of mixed length. They lie beside the CPU's answers in the results, so
+that the comparison needs no codec. A request counts as equal up to its first tie: a place where the
+CPU's two best log-probabilities lie closer than 1e-3, so that rounding may decide either way. Ties are
+listed; so is anything else, which fails.
 
 The load is 1,000 requests, each one of those prompts with a length of its own, at random moments, some
 aborted at random: none may be lost, each must get the tokens that its prompt gets (so none is crossed),
@@ -21,6 +23,8 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ import torch
 
 from bench.rows import RESULTS, make_rows, write_rows
 from engine import TINY_CHECKPOINT
-from engine.api import GenerateRequest, SamplingParams
+from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.core import EngineCore, load_engine
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
@@ -39,9 +43,10 @@ from engine.model.fast import FastModel, load_fast_model
 from engine.options import EngineConfig
 from engine.plan.step import Chunk
 
-PROMPTS = 200
+#: Prompts of each kind.
+KINDS = {"demo": 60, "dialogue": 100, "random": 40}
 NEW = 24
-CONTEXT = 512
+CONTEXT = 1024
 BLOCK = 128
 STREAMS = 16
 CHUNK = 512
@@ -52,25 +57,38 @@ LENGTHS = {"short": (1, 20, 40, 70), "long": (100, 200, 400, CHUNK)}
 KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
 
 
-def prompts() -> list[tuple[int, ...]]:
-    """The prompts, the same on every machine."""
+def make_prompts() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Kind and ids of each prompt, the same on every machine."""
+    from training.dialogues import Split
+    from training.evaluate import cases, demo_cases
+
+    yield from (("demo", case.prompt) for case in demo_cases()[: KINDS["demo"]])
+    held_out = cases(Split.HELD_OUT, 1, KINDS["dialogue"])
+    fitting = [case.prompt for case in held_out if len(case.prompt) + NEW < CONTEXT]
+    yield from (("dialogue", ids) for ids in fitting[: KINDS["dialogue"]])
     draw = random.Random(5)
-    return [
-        tuple(draw.randrange(2048) for _ in range(draw.randint(1, 120))) for _ in range(PROMPTS)
-    ]
+    for _ in range(KINDS["random"]):
+        yield "random", tuple(draw.randrange(2048) for _ in range(draw.randint(1, 700)))
 
 
-def answer(core: EngineCore, rivals: int | None = None) -> dict[str, list[Any]]:
-    """Deltas of all prompts, by number."""
+def read_answers() -> list[dict[str, Any]]:
+    """The prompts and the CPU's answers."""
+    return [orjson.loads(line) for line in ANSWERS.read_bytes().splitlines()]
+
+
+def answer(
+    core: EngineCore, prompts: Sequence[Sequence[int]], rivals: int | None = None
+) -> list[list[TokenDelta]]:
+    """Deltas of all prompts."""
     sampling = SamplingParams(NEW, temperature=0.0, top_logprobs=rivals, ignore_eos=True)
-    found: dict[str, list[Any]] = {}
-    for number, ids in enumerate(prompts()):
-        core.submit(GenerateRequest(str(number), ids, sampling))
+    found: list[list[TokenDelta]] = [[] for _ in prompts]
+    for number, ids in enumerate(prompts):
+        core.submit(GenerateRequest(str(number), tuple(ids), sampling))
     while core.has_work:
         for delta in core.step():
             if delta.error is not None:
                 raise RuntimeError(delta.error)
-            found.setdefault(delta.request_id, []).append(delta)
+            found[int(delta.request_id)].append(delta)
     return found
 
 
@@ -80,11 +98,15 @@ def write_cpu_answers() -> Path:
         TINY_CHECKPOINT,
         EngineConfig(device="cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=STREAMS),
     )
+    prompts = list(make_prompts())
     lines = []
-    for number, deltas in sorted(answer(core, 2).items(), key=lambda pair: int(pair[0])):
-        tops = [delta.logprobs[0].top for delta in deltas]
+    for (kind, ids), deltas in zip(
+        prompts, answer(core, [ids for _, ids in prompts], 2), strict=True
+    ):
+        tops = [delta.logprobs[0].top for delta in deltas if delta.logprobs]
         row = {
-            "prompt": int(number),
+            "kind": kind,
+            "ids": ids,
             "tokens": [delta.token_ids[0] for delta in deltas],
             "lead": [round(top[0][1] - top[1][1], 6) for top in tops],
         }
@@ -159,12 +181,12 @@ def prepare(part: str) -> None:
 
 def compare(core: EngineCore, mode: str) -> dict[str, Any]:
     """Compare one mode's answers with the CPU's."""
-    wanted = [orjson.loads(line) for line in ANSWERS.read_bytes().splitlines()]
+    wanted = read_answers()
     begin = time.perf_counter()
-    found = answer(core)
+    found = answer(core, [row["ids"] for row in wanted])
     ties, equal, tokens, wrong = [], 0, 0, []
-    for row in wanted:
-        got = [delta.token_ids[0] for delta in found[str(row["prompt"])]]
+    for number, (row, deltas) in enumerate(zip(wanted, found, strict=True)):
+        got = [delta.token_ids[0] for delta in deltas]
         at = next(
             (i for i, (a, b) in enumerate(zip(got, row["tokens"], strict=True)) if a != b), NEW
         )
@@ -172,15 +194,16 @@ def compare(core: EngineCore, mode: str) -> dict[str, Any]:
         if at == NEW:
             equal += 1
         elif row["lead"][at] < TIE:
-            ties.append([row["prompt"], at, row["lead"][at]])
+            ties.append([number, at, row["lead"][at]])
         else:
-            wrong.append([row["prompt"], at, row["lead"][at], got[at], row["tokens"][at]])
+            wrong.append([number, at, row["lead"][at], got[at], row["tokens"][at]])
     return {
         "bench": "greedy",
         "geometry": "bathyal-tiny",
         "mode": mode,
         "batch": STREAMS,
         "prompts": len(wanted),
+        "kinds": dict(Counter(row["kind"] for row in wanted)),
         "equal": equal,
         "ties": ties,
         "otherwise": wrong,
@@ -192,8 +215,7 @@ def compare(core: EngineCore, mode: str) -> dict[str, Any]:
 def load(core: EngineCore, mode: str, count: int) -> dict[str, Any]:
     """Serve many requests with random aborts and check every one."""
     draw = random.Random(7)
-    rows = [orjson.loads(line) for line in ANSWERS.read_bytes().splitlines()]
-    ids = prompts()
+    rows = read_answers()
     open_names: dict[str, dict[str, Any]] = {}
     tokens: dict[str, list[int]] = {}
     crossed, aborted, ended, made = [], 0, 0, 0
@@ -203,7 +225,7 @@ def load(core: EngineCore, mode: str, count: int) -> dict[str, Any]:
         while made < count and len(open_names) < 3 * STREAMS:
             row, name = draw.choice(rows), f"load{made}"
             sampling = SamplingParams(draw.randint(1, NEW), temperature=0.0, ignore_eos=True)
-            core.submit(GenerateRequest(name, ids[row["prompt"]], sampling))
+            core.submit(GenerateRequest(name, tuple(row["ids"]), sampling))
             open_names[name], tokens[name] = row, []
             made += 1
         if open_names and draw.random() < 0.2:
