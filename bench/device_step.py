@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.bound import bound_ms, experts_touched
 from bench.geometries import geometry
 from bench.rows import make_rows, spread, write_rows
 from engine.api import PrefillMode
@@ -36,7 +37,6 @@ from engine.model.fast import random_fast_model
 from engine.plan.replay import stages, tail_of
 from engine.plan.step import Chunk
 
-READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
 BLOCK = 256
 KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
 
@@ -139,47 +139,6 @@ class Bench:
             torch.cuda.synchronize()
         self.trace = trace
         return sum(event.count for event in trace.key_averages())
-
-    def experts_touched(self, rows: Rows) -> list[int]:
-        """Distinct experts each layer reads in one step."""
-        touched: list[Tensor] = []
-        route = self.model.ops.route
-
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            routing = route(*args, **kwargs)
-            touched.append(routing.experts.flatten())
-            return routing
-
-        plain = self.model.ops
-        self.model.ops = dataclasses.replace(plain, route=spy)
-        self.model.decode(rows, self.pool)
-        self.model.ops = plain
-        return [int((t[t >= 0]).unique().numel()) for t in touched]
-
-    def bound_ms(self, batch: int, context: int, touched: list[int]) -> float:
-        """Time to read what a step must read, each byte once."""
-        c, weights = self.config, self.model.weights
-        routed = sum(layer.moe.experts.nbytes for layer in weights.layers)
-        per_expert = routed / (c.num_hidden_layers * c.n_routed_experts)
-        tables = sum(
-            layer.engram.table.weight.nbytes
-            + (0 if layer.engram.table.scale is None else layer.engram.table.scale.nbytes)
-            for layer in weights.layers
-            if layer.engram
-        )
-        ids = sum(
-            0 if m.tid2eid is None else m.tid2eid.nbytes
-            for m in (layer.moe for layer in weights.layers)
-        )
-        fixed = weights.nbytes - routed - tables - ids - weights.embed.nbytes
-        kv = 0
-        for layer in c.layers:
-            kv += min(context, c.sliding_window)
-            if layer.ratio:
-                visible = context // layer.ratio
-                kv += visible if layer.index_source is None else min(visible, c.index_topk)
-        nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
-        return nbytes / READ_BANDWIDTH * 1e3
 
     def prompt_flops(self, length: int) -> float:
         """Floating-point operations of a prompt: products with weights, and attention."""
@@ -321,9 +280,9 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for batch in batches:
                 begin = time.perf_counter()
                 rows = bench.rows(batch, n)
-                touched = bench.experts_touched(rows)
+                touched = experts_touched(bench.model, rows, bench.pool)
                 times, kernels = bench.time_steps(rows, args.repeats, args.steps)
-                bound = bench.bound_ms(batch, n, touched)
+                bound = bound_ms(bench.config, bench.model.weights, batch, n, touched)
                 found = spread(times, 4)
                 row = {
                     "bench": "step",

@@ -30,6 +30,7 @@ from typing import Any
 import orjson
 import torch
 
+from bench.bound import bound_ms, experts_touched
 from bench.geometries import geometry
 from bench.rows import make_rows, percentile, spread, write_rows
 from engine import TINY_CHECKPOINT
@@ -38,10 +39,12 @@ from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
+from engine.device.rows import build_rows
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
 from engine.options import EngineConfig
+from engine.plan.step import Chunk
 
 BLOCK = 256
 WARM_UPS = 1
@@ -89,8 +92,9 @@ class Engine:
         self._sync = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._sync()
         drawn = time.perf_counter()
+        self._model, self._device = model, device
         where = torch.device(device)
-        pool = KVPool(
+        self._pool = pool = KVPool(
             config,
             num_blocks=options.resolve_num_blocks(context) + 1,
             block_size=BLOCK,
@@ -156,6 +160,17 @@ class Engine:
             torch.cuda.synchronize()
         return sum(event.count for event in trace.key_averages())
 
+    def _bound(self, batch: int, context: int) -> tuple[list[int], float]:
+        """Experts that each layer reads in a step of random tokens, and the time to read all of it."""
+        chunks = [
+            Chunk(str(i), i + 1, context, self.ids(1), (0,) * -(-(context + 1) // BLOCK), True)
+            for i in range(batch)
+        ]
+        with torch.inference_mode():
+            rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)
+            touched = experts_touched(self._model, rows, self._pool)
+        return touched, bound_ms(self._model.config, self._model.weights, batch, context, touched)
+
     def use_prefix_cache(self, on: bool) -> None:
         """Begin anew over the same memory, with or without a prefix cache."""
         options = dataclasses.replace(self._options, prefix_cache=on)
@@ -202,27 +217,42 @@ class Engine:
         steps, rates, host = [], [], []
         for _ in range(WARM_UPS + repeats):
             came: dict[str, list[float]] = {}
-            begin, launched, waited = time.perf_counter(), self.runner.num_launched, self._waited
+            since: list[tuple[float, int, float]] = []  # when the last stream began
+
+            def note(
+                delta: TokenDelta,
+                now: float,
+                came: dict[str, list[float]] = came,
+                since: list[tuple[float, int, float]] = since,
+            ) -> None:
+                came.setdefault(delta.request_id, []).append(now)
+                if not since and len(came) == batch:
+                    since.append((now, self.runner.num_launched, self._waited))
+
             for _ in range(batch):
                 self.submit(self.ids(prompt), new)
-            self.run(
-                lambda delta, now, came=came: came.setdefault(delta.request_id, []).append(now)
-            )  # type: ignore[misc]
+            self.run(note)
             first = max(times[0] for times in came.values())
             last = min(times[-1] for times in came.values())
             count = sum(first < now <= last for times in came.values() for now in times)
+            ((begin, launched, waited),) = since
             spent = time.perf_counter() - begin - (self._waited - waited)
             host.append(spent * 1e6 / (self.runner.num_launched - launched))
             rates.append(count / (last - first))
             steps.append((last - first) * 1e3 * batch / count)
+        touched, bound = self._bound(batch, prompt + new // 2)
+        ms_step = spread(steps[WARM_UPS:], 4)
         return {
             "bench": "decode",
             "batch": batch,
             "prompt_tokens": prompt,
             "new_tokens": new,
-            "ms_step": spread(steps[WARM_UPS:], 4),
+            "ms_step": ms_step,
             "host_us": spread(host[WARM_UPS:], 1),
             "kernels": self.kernels(batch),
+            "experts_touched": touched,
+            "bound_ms": round(bound, 4),
+            "bound_share": round(bound / ms_step["median"], 3),
             "tok_s": spread(rates[WARM_UPS:], 1),
         }
 
@@ -331,16 +361,17 @@ class Engine:
         }
 
 
+def config_of(name: str) -> ModelConfig:
+    """Configuration of a shape, or of the checkpoint that ships."""
+    return ModelConfig.from_file(TINY_CHECKPOINT) if name == "tiny" else geometry(name)
+
+
 def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of one run, each as soon as it is there."""
     batches = [int(b) for b in args.batch.split(",") if b]
     prompts = [int(n) for n in args.prompt.split(",") if n]
     what = args.what.split(",")
-    config = (
-        ModelConfig.from_file(TINY_CHECKPOINT)
-        if args.geometry == "tiny"
-        else geometry(args.geometry)
-    )
+    config = config_of(args.geometry)
     for mode in args.mode.split(","):
         engine = Engine(
             config,

@@ -1,0 +1,73 @@
+"""What a decode step must read at least: each weight once, of the experts those it is routed to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.device.kvpool import KVPool
+from engine.kernels.rows import Rows
+from engine.model.fast import FastModel
+from engine.model.packed import PackedWeights
+
+READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
+
+
+def experts_touched(model: FastModel, rows: Rows, pool: KVPool) -> list[int]:
+    """Distinct experts that each layer reads in one step, which is run for it."""
+    touched: list[Tensor] = []
+    plain = model.ops
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        routing = plain.route(*args, **kwargs)
+        touched.append(routing.experts.flatten())
+        return routing
+
+    model.ops = dataclasses.replace(plain, route=spy)
+    model.decode(rows, pool)
+    model.ops = plain
+    return [int((t[t >= 0]).unique().numel()) for t in touched]
+
+
+def bound_ms(
+    config: ModelConfig,
+    weights: PackedWeights,
+    batch: int,
+    context: int,
+    touched: Sequence[int],
+) -> float:
+    """Milliseconds to read what a step must read, at 4.43 TB/s.
+
+    Args:
+        config: of the model.
+        weights: its weights.
+        batch: sequences.
+        context: tokens of each.
+        touched: experts that each layer reads.
+    """
+    c = config
+    routed = sum(layer.moe.experts.nbytes for layer in weights.layers)
+    per_expert = routed / (c.num_hidden_layers * c.n_routed_experts)
+    tables = sum(
+        layer.engram.table.weight.nbytes
+        + (0 if layer.engram.table.scale is None else layer.engram.table.scale.nbytes)
+        for layer in weights.layers
+        if layer.engram
+    )
+    ids = sum(
+        0 if m.tid2eid is None else m.tid2eid.nbytes
+        for m in (layer.moe for layer in weights.layers)
+    )
+    fixed = weights.nbytes - routed - tables - ids - weights.embed.nbytes
+    kv = 0
+    for layer in c.layers:
+        kv += min(context, c.sliding_window)
+        if layer.ratio:
+            visible = context // layer.ratio
+            kv += visible if layer.index_source is None else min(visible, c.index_topk)
+    nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
+    return nbytes / READ_BANDWIDTH * 1e3
