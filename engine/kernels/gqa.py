@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.reference import rms_norm
 from engine.kernels.rows import Rows
-from engine.kernels.triton_compat import cast, dot, tl, triton
+from engine.kernels.triton_compat import cast, tl, triton
 
 # ---------------------------------------------------------------- torch
 
@@ -101,6 +102,27 @@ def attend_gqa_torch(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Ten
     return torch.cat(found).to(q.dtype)
 
 
+def decode_gqa_torch(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rope: Tensor,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    """Prepare one row a sequence and attend; arguments as `prepare_qkv_torch`.
+
+    Returns:
+        [T, H * D].
+    """
+    q = prepare_qkv_torch(qkv, q_norm, k_norm, eps, rope, rows, keys, values, heads=heads)
+    return attend_gqa_torch(q, keys, values, rows)
+
+
 def add_norm_torch(
     h: Tensor, parts: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -185,96 +207,8 @@ def prepare_qkv_triton(
     return out
 
 
-@triton.jit
-def _decode_kernel(
-    q, keys, values, positions, seq, tables, part_o, part_m, part_s, table_width, scale, splits,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, KEY_HEADS: tl.constexpr,
-    D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Program (row, key head, split): an online softmax over every splits-th tile of positions."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + row)
-    table = tables + tl.load(seq + row) * table_width
-    column, member = tl.arange(0, D), tl.arange(0, PADDED)
-    q_at = q + ((row * KEY_HEADS + head).to(tl.int64) * GROUP + member)[:, None] * D
-    own = tl.load(q_at + column[None, :], mask=(member < GROUP)[:, None], other=0.0)
-    top = tl.full((PADDED,), -float("inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
-    acc = tl.zeros((PADDED, D), tl.float32)
-    for first in range(split * TILE, position + 1, splits * TILE):
-        line = first + tl.arange(0, TILE)
-        seen = line <= position
-        block = tl.load(table + line // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        at = ((block * BLOCK_SIZE + line % BLOCK_SIZE) * KEY_HEADS + head)[:, None] * D
-        k = tl.load(keys + at + column[None, :], mask=seen[:, None], other=0.0)
-        v = tl.load(values + at + column[None, :], mask=seen[:, None], other=0.0)
-        scores = dot(own, tl.trans(k), tl.zeros((PADDED, TILE), tl.float32)) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2((scores - new[:, None]) * 1.4426950408889634)
-        shrink = tl.exp2((top - new) * 1.4426950408889634)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = dot(cast(weight, v.dtype), v, acc * shrink[:, None])
-        top = new
-    at = ((row * KEY_HEADS + head) * splits + split).to(tl.int64) * PADDED + member
-    tl.store(part_o + at[:, None] * D + column[None, :], acc)
-    tl.store(part_m + at, top)
-    tl.store(part_s + at, total)
-
-
-@triton.jit
-def _combine_kernel(
-    part_o, part_m, part_s, out, splits, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    KEY_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Program (row, query head)."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    column, split = tl.arange(0, D), tl.arange(0, SPLITS)
-    real = split < splits
-    at = ((row * KEY_HEADS + head // GROUP) * splits + split).to(tl.int64) * PADDED + head % GROUP
-    top = tl.load(part_m + at, mask=real, other=-float("inf"))
-    most = tl.max(top, 0)
-    share = tl.where(real, tl.exp2((top - most) * 1.4426950408889634), 0.0)
-    total = tl.sum(share * tl.load(part_s + at, mask=real, other=0.0), 0)
-    o = tl.load(part_o + at[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
-    mixed = tl.sum(o * share[:, None], 0) / total
-    to = out + (row * KEY_HEADS * GROUP + head).to(tl.int64) * D
-    tl.store(to + column, cast(mixed, out.dtype.element_ty))
-
-
 def attend_gqa_triton(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-    """Run attend_gqa_torch: split over positions for single rows, torch's fused attention for chunks."""
-    if not rows.is_decode:
-        return _attend_chunks(q, keys, values, rows)
-    batch, heads, dim = q.shape
-    key_heads = keys.shape[2]
-    group = heads // key_heads
-    padded, splits = max(16, triton.next_power_of_2(group)), _splits(batch * key_heads, rows)
-    count = batch * key_heads * splits * padded
-    part_o = torch.empty((count, dim), dtype=torch.float32, device=q.device)
-    part_m, part_s = (torch.empty(count, dtype=torch.float32, device=q.device) for _ in range(2))
-    _decode_kernel[(batch, key_heads, splits)](
-        q, keys, values, rows.positions, rows.seq, rows.tables, part_o, part_m, part_s,
-        rows.tables.shape[1], dim**-0.5, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
-        PADDED=padded, KEY_HEADS=key_heads, D=dim, TILE=64,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    out = torch.empty((batch, heads * dim), dtype=q.dtype, device=q.device)
-    _combine_kernel[(batch, heads)](
-        part_o, part_m, part_s, out, splits, GROUP=group, PADDED=padded, KEY_HEADS=key_heads,
-        D=dim, SPLITS=triton.next_power_of_2(splits), num_warps=2,
-    )  # fmt: skip
-    return out
-
-
-def _splits(programs: int, rows: Rows) -> int:
-    """Parts of the positions, so that a small batch still fills the GPU; decided by shapes."""
-    tiles = -(-rows.max_end // 64)
-    return max(1, min(tiles, 264 // programs, 64))
-
-
-def _attend_chunks(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-    """Attention of chunks, sequence by sequence, by the host's copy of their lengths."""
+    """Run attend_gqa_torch by torch's fused attention, sequence by sequence; chunks alone."""
     key_heads, dim = keys.shape[2:]
     found = torch.empty_like(q)
     for sequence, (first, length, start) in enumerate(rows.spans):
@@ -297,15 +231,18 @@ def _attend_chunks(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tenso
 
 @triton.jit
 def _add_norm_kernel(
-    h, parts, weight, h_out, x_out, eps, count, width, WIDTH: tl.constexpr, PARTS: tl.constexpr
-):
+    h, parts, weight, h_out, x_out, eps, width, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     real = column < width
     value = tl.load(h + row * width + column, mask=real, other=0.0).to(tl.float32)
     if PARTS > 0:
         total = tl.zeros((WIDTH,), tl.float32)
-        for part in range(PARTS):
+        for part in tl.static_range(PARTS):
             at = parts + (row * PARTS + part) * width + column
             total += tl.load(at, mask=real, other=0.0).to(tl.float32)
         value = cast(value + total, h_out.dtype.element_ty).to(tl.float32)
@@ -322,8 +259,8 @@ def add_norm_triton(
     rows, width = h.shape
     total, x = (h if parts is None else torch.empty_like(h)), torch.empty_like(h)
     _add_norm_kernel[(rows,)](
-        h, h if parts is None else parts.contiguous(), weight, total, x, eps, rows, width,
+        h, h if parts is None else parts.contiguous(), weight, total, x, eps, width,
         WIDTH=triton.next_power_of_2(width), PARTS=0 if parts is None else parts.shape[1],
-        num_warps=8,
+        num_warps=8, **overlapping(h.device),
     )  # fmt: skip
     return total, x

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
 from engine.kernels.router import DECODE_TILE, Routing
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -38,14 +39,56 @@ def _finish(acc, out, target, weight, column, count, limit, SECOND: tl.constexpr
         )
 
 
+@triton.jit
+def _fetch_rows(data, data_apart, tiles, num_tiles, routed, block, tile, K: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Ask for what the pipeline of a tile's weights will ask for first."""
+    if (tile < routed) & (tile < tl.load(num_tiles)):
+        expert = tl.load(tiles + tile * 3).to(tl.int64)
+        size: tl.constexpr = data.dtype.element_ty.primitive_bitwidth // 8
+        row = (block * BN + tl.arange(0, BN)).to(tl.int64)
+        fetch(data + expert * data_apart + row * K, K * size, (STAGES - 1) * BK * size // 128)
+
+
+@triton.jit
+def _clear_parts(parts, experts, T, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
+                 SHARED: tl.constexpr):  # fmt: skip
+    """Write zeros where no program of the second product will write."""
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    column = tl.arange(0, 1024)
+    for place in range(program, T * (CHOICES + 1), tl.num_programs(0) * tl.num_programs(1)):
+        choice = place % (CHOICES + 1)
+        if choice == CHOICES:
+            empty = not SHARED
+        else:
+            empty = tl.load(experts + place // (CHOICES + 1) * CHOICES + choice) < 0
+        if empty:
+            for first in range(0, WIDTH, 1024):
+                inside = first + column < WIDTH
+                at = parts + place * WIDTH + first + column
+                tl.store(at, tl.zeros((1024,), tl.float32), mask=inside)
+
+
 @triton.jit(do_not_specialize=["T", "routed"])
 def _plain_kernel(
     data, data_apart, shared_data, x, stride, out, order, tiles, num_tiles, weights, T, routed,
-    limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    experts, parts, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS_WIDTH: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (BN weight rows, tile), for weights that are as wide as x."""
     block, tile = tl.program_id(0), tl.program_id(1)
+    if SECOND:
+        if OVERLAP:
+            # Tiles were there before the first product began; its end need not be awaited to know
+            # which weights come next.
+            _fetch_rows(data, data_apart, tiles, num_tiles, routed, block, tile, K, BN, BK, STAGES)
+        await_previous(OVERLAP)
+        begin_next(OVERLAP)
+    else:
+        await_previous(OVERLAP)
+        begin_next(OVERLAP)
+        _clear_parts(parts, experts, T, CHOICES, PARTS_WIDTH, SHARED)
     r, n, col, k = tl.arange(0, 8), tl.arange(0, BN), tl.arange(0, 16), tl.arange(0, BK)
     is_shared = tile >= routed
     if SECOND:
@@ -101,11 +144,12 @@ def _product(
     w: Matrix,
     shared: Matrix | None,
     routing: Routing,
+    parts: Tensor,
     *,
     limit: float,
     second: bool,
 ) -> None:
-    """One of the two launches: source [.., K] into out [.., WIDTH]."""
+    """One of the two launches: source [.., K] into out [.., WIDTH]; the first clears `parts`."""
     rows, choices = routing.experts.shape
     height, width = w.shape[-2:]
     routed = len(routing.tiles)
@@ -113,9 +157,11 @@ def _product(
     other = w[0] if shared is None else shared
     _plain_kernel[(height // _ROWS, routed + shared_tiles)](
         w.data, w.data.stride(0), other.data, source, source.stride(0), out, routing.order,
-        routing.tiles, routing.num_tiles, routing.weights, rows, routed, limit,
-        CHOICES=choices, N=height, K=width, WIDTH=out.shape[-1], SECOND=second, BN=_ROWS,
+        routing.tiles, routing.num_tiles, routing.weights, rows, routed, routing.experts, parts,
+        limit, CHOICES=choices, N=height, K=width, WIDTH=out.shape[-1],
+        PARTS_WIDTH=parts.shape[-1], SHARED=shared is not None, SECOND=second, BN=_ROWS,
         BK=64 if w.data.dtype == torch.float32 else 128, STAGES=4, num_warps=4,
+        **overlapping(source.device),
     )  # fmt: skip
 
 
@@ -137,7 +183,7 @@ def plain_experts(
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
-    parts = torch.zeros((rows, choices + 1, d), dtype=torch.float32, device=x.device)
-    _product(x, hidden, w13, shared13, routing, limit=limit, second=False)
-    _product(hidden, parts, w2, shared2, routing, limit=limit, second=True)
+    parts = torch.empty((rows, choices + 1, d), dtype=torch.float32, device=x.device)
+    _product(x, hidden, w13, shared13, routing, parts, limit=limit, second=False)
+    _product(hidden, parts, w2, shared2, routing, parts, limit=limit, second=True)
     return parts

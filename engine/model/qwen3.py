@@ -22,6 +22,8 @@ from torch import Tensor
 from engine.api import EngineError
 from engine.kernels import gqa
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.gqa_decode import decode_gqa_triton
+from engine.kernels.linear import linear_parts_torch, linear_parts_triton
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Narrowing, Rows
@@ -110,6 +112,8 @@ class Qwen3Model:
         triton = kernels.name == "triton"
         self._prepare = gqa.prepare_qkv_triton if triton else gqa.prepare_qkv_torch
         self._attend = gqa.attend_gqa_triton if triton else gqa.attend_gqa_torch
+        self._decode = decode_gqa_triton if triton else gqa.decode_gqa_torch
+        self._parts = linear_parts_triton if triton else linear_parts_torch
         self._add_norm = gqa.add_norm_triton if triton else gqa.add_norm_torch
 
     def decode(self, rows: Rows, pool: QwenPool) -> Tensor:
@@ -134,13 +138,14 @@ class Qwen3Model:
         logit_rows: Tensor,
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
+        tail: object = None,
     ) -> Iterator[Tensor | None]:
         """Process chunks; as FastModel.prefill, but that every layer processes every row.
 
         Raises:
             ValueError: layers are to process fewer rows.
         """
-        if narrowings:
+        if narrowings or tail is not None:
             raise ValueError("every layer of this model processes every row")
         for state in self._run(rows, pool):  # noqa: B007 - the last one is needed
             yield None
@@ -157,19 +162,8 @@ class Qwen3Model:
         h, parts = F.embedding(rows.ids, self.embed), None
         for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
             h, x = self._add_norm(h, parts, layer.input_norm, c.rms_norm_eps)
-            q = self._prepare(
-                self.ops.linear(x, layer.qkv),
-                layer.q_norm,
-                layer.k_norm,
-                c.rms_norm_eps,
-                self._rope,
-                rows,
-                keys,
-                values,
-                heads=c.num_attention_heads,
-            )
-            o = self.ops.linear(self._attend(q, keys, values, rows), layer.out)
-            h, x = self._add_norm(h, o[:, None], layer.post_norm, c.rms_norm_eps)
+            o = self._attention(x, layer, rows, keys, values)
+            h, x = self._add_norm(h, o, layer.post_norm, c.rms_norm_eps)
             routing = self.ops.route(
                 x,
                 layer.gate,
@@ -184,6 +178,20 @@ class Qwen3Model:
                 self.ops, x, routing, None, None, limit=float("inf"), act_group=None
             )
             yield h, parts
+
+    def _attention(
+        self, x: Tensor, layer: QwenLayer, rows: Rows, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Attention sublayer, as summands [T, P, d]."""
+        c = self.config
+        given = self.ops.linear(x, layer.qkv), layer.q_norm, layer.k_norm, c.rms_norm_eps
+        where = self._rope, rows, keys, values
+        if rows.is_decode:
+            o = self._decode(*given, *where, heads=c.num_attention_heads)
+        else:
+            q = self._prepare(*given, *where, heads=c.num_attention_heads)
+            o = self._attend(q, keys, values, rows)
+        return self._parts(o, layer.out)
 
     def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
         _, x = self._add_norm(h, parts, self.norm, self.config.rms_norm_eps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.device.rows import build_rows
-from engine.kernels import gqa
+from engine.kernels import gqa, gqa_decode
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
 from engine.plan.step import Chunk
@@ -54,13 +54,10 @@ def test_preparation_equals_its_twin(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "spans", [[(0, 1), (37, 1), (63, 1)], [(0, 5), (20, 9)]], ids=["decode", "chunks"]
-)
-def test_attention_equals_its_twin(dtype: torch.dtype, spans: list[tuple[int, int]]) -> None:
+def test_attention_of_chunks_equals_its_twin(dtype: torch.dtype) -> None:
     """Every row sees its sequence up to itself, whatever lies behind."""
     torch.manual_seed(0)
-    rows, _ = build_rows(chunks(*spans), block_size=BLOCK, device=DEVICE)
+    rows, _ = build_rows(chunks((0, 5), (20, 9)), block_size=BLOCK, device=DEVICE)
     keys, values = pools(dtype)
     q = rand(rows.num_rows, HEADS, D, dtype=dtype)
     wanted = gqa.attend_gqa_torch(q, keys, values, rows)
@@ -69,6 +66,54 @@ def test_attention_equals_its_twin(dtype: torch.dtype, spans: list[tuple[int, in
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
     sees_more = gqa.attend_gqa_torch(q, keys, values, _later(rows))
     assert (sees_more - wanted).abs().max() > 0.05  # the comparison notices one position too many
+
+
+def decode(dtype: torch.dtype, starts: list[int], most: int) -> list[tuple[torch.Tensor, ...]]:
+    """(o, keys, values) of the twin and of the kernel, for sequences of up to `most` positions."""
+    count = -(-most // BLOCK)
+    count += count % 5 == 0  # so that steps of five visit every block
+    some = [
+        Chunk(str(i), i + 1, start, (1,), tuple(1 + i * count + (5 * j + 3) % count for j in range(count)), True)
+        for i, start in enumerate(starts)
+    ]  # fmt: skip
+    rows, _ = build_rows(some, block_size=BLOCK, device=DEVICE)
+    rows = replace(rows, max_end=most)
+    torch.manual_seed(0)
+    qkv = rand(rows.num_rows, (HEADS + 2 * KEY_HEADS) * D, dtype=dtype)
+    norms = rand(D), rand(D)
+    freqs = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64, device=DEVICE) / D)
+    rope = rope_table(freqs, most)
+    found = []
+    for attend in (gqa.decode_gqa_torch, gqa_decode.decode_gqa_triton):
+        torch.manual_seed(1)
+        keys, values = (
+            rand(1 + len(starts) * count, BLOCK, KEY_HEADS, D, dtype=dtype) for _ in range(2)
+        )
+        o = attend(qkv, *norms, 1e-6, rope, rows, keys, values, heads=HEADS)
+        found.append((o, keys, values))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("starts", "most"),
+    [([0], 16), ([1, 63, 64], 80), ([65, 200, 1023, 0, 640, 129], 1100), ([1200], 1264)],
+    ids=["first", "one share", "shares", "all shares"],
+)
+def test_decoding_equals_its_twin(dtype: torch.dtype, starts: list[int], most: int) -> None:
+    """Any number of shares: the twin's output, key and value of each row written where they belong."""
+    for one, other in zip(*decode(dtype, starts, most), strict=True):
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dropped", [1, 5, 12])
+def test_a_share_that_is_left_out_is_seen(dropped: int) -> None:
+    """A row whose shares are counted as if the last were not there gives another output."""
+    wanted, found = decode(torch.float32, [64 * dropped + 63], 1100)
+    torch.testing.assert_close(found[0], wanted[0], atol=2e-5, rtol=2e-5)
+    fewer, _ = decode(torch.float32, [64 * dropped - 1], 1100)
+    assert (fewer[0] - wanted[0]).abs().max() > 0.05
 
 
 def _later(rows: Rows) -> Rows:

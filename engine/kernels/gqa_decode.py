@@ -1,0 +1,223 @@
+"""Grouped-query attention of one row a sequence, in one kernel (twin: engine.kernels.gqa.decode_gqa_torch).
+
+Norms and turns queries and the new key, writes key and value into their block, and attends. A
+program takes the query heads of one key head and every S-th tile of the positions before the row's
+own; the first program adds the row's own position, which needs no memory. The program of a head that
+finishes last adds the shares up. What lies in the blocks was written by earlier steps, so it is
+fetched before the kernel that makes this row's projections has ended.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
+from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import cast, dot, tl, triton
+
+_TILE = 64
+#: Most shares of a sequence's positions.
+_MOST_SPLITS = 16
+#: Programs that are worth having: two on each of an H200's processors.
+_PROGRAMS = 264
+#: Pairs of row and key head that may wait for shares.
+_MOST_PAIRS = 4096
+
+
+@triton.jit
+def _normed(low, high, norm, half, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm over the last dimension of two halves [N, D / 2], float32 values of DTYPE."""
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+    low = low * scale * tl.load(norm + half)[None, :]
+    high = high * scale * tl.load(norm + D // 2 + half)[None, :]
+    return cast(low, DTYPE).to(tl.float32), cast(high, DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _turned(low, high, turn, half, D: tl.constexpr):
+    cos, sin = tl.load(turn + half)[None, :], tl.load(turn + D // 2 + half)[None, :]
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _halves(at, half, mask, D: tl.constexpr):
+    low = tl.load(at + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(at + D // 2 + half[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _line_offsets(table, line, seen, head, BLOCK_SIZE: tl.constexpr, KEY_HEADS: tl.constexpr,
+                  D: tl.constexpr):  # fmt: skip
+    """Where keys of positions lie: [TILE, 1]."""
+    block = tl.load(table + line // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+    return ((block * BLOCK_SIZE + line % BLOCK_SIZE) * KEY_HEADS + head)[:, None] * D
+
+
+@triton.jit
+def _added_up(part_o, part_m, part_s, pair, live, splits, member, column, mask,
+              D: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+              SPLITS: tl.constexpr):  # fmt: skip
+    """Attention [PADDED, D] from the shares of `live` programs."""
+    line = tl.arange(0, SPLITS)
+    real = (line < live)[:, None] & (member < GROUP)[None, :]
+    first = (pair * splits).to(tl.int64) * GROUP
+    tops = tl.load(part_m + first + line[:, None] * GROUP + member[None, :], mask=real,
+                   other=-float("inf"), cache_modifier=".cg")  # fmt: skip
+    top = tl.where(member < GROUP, tl.max(tops, 0), 0.0)
+    acc = tl.zeros((PADDED, D), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    for begin in range(0, live, 4):
+        for further in tl.static_range(4):
+            split = begin + further
+            inside = (member < GROUP) & (tl.zeros_like(member) + split < live)
+            at = first + split * GROUP + member
+            weight = tl.exp2(tl.load(part_m + at, mask=inside, other=-float("inf"),
+                                     cache_modifier=".cg") - top)  # fmt: skip
+            total += weight * tl.load(part_s + at, mask=inside, other=0.0, cache_modifier=".cg")
+            o = tl.load(part_o + at[:, None] * D + column[None, :], mask=inside[:, None],
+                        other=0.0, cache_modifier=".cg")  # fmt: skip
+            acc += weight[:, None] * o
+    return acc / tl.where(member < GROUP, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode_kernel(
+    qkv, q_norm, k_norm, eps, rope, positions, seq, tables, keys, values, out, part_o, part_m,
+    part_s, counters, stride, table_width, scale, splits, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (row, key head, split); `scale` is in powers of two."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    table = tables + tl.load(seq + row) * table_width
+    column, half, member = tl.arange(0, D), tl.arange(0, D // 2), tl.arange(0, PADDED)
+    live = tl.minimum(tl.maximum(tl.cdiv(position, TILE), 1), splits)
+    if OVERLAP:
+        line = split * TILE + tl.arange(0, TILE)
+        ahead = _line_offsets(table, line, line < position, head, BLOCK_SIZE, KEY_HEADS, D)
+        size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+        fetch(keys + ahead, D * size, D * size // 128)
+        fetch(values + ahead, D * size, D * size // 128)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    if split >= live:
+        return
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    stored: tl.constexpr = keys.dtype.element_ty
+    own = qkv + row.to(tl.int64) * stride
+    turn = rope + position.to(tl.int64) * D
+    mask = (member < GROUP)[:, None]
+    low, high = _halves(own + (head * GROUP + member)[:, None] * D, half, mask, D)
+    low, high = _normed(low, high, q_norm, half, eps, D, dtype)
+    low, high = _turned(low, high, turn, half, D)
+    low, high = cast(low, dtype), cast(high, dtype)
+    top = tl.full((PADDED,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    acc = tl.zeros((PADDED, D), tl.float32)
+    if split == 0:
+        one = tl.full((1, 1), 0, tl.int32)
+        k_low, k_high = _halves(own + (KEY_HEADS * GROUP + head) * D + one, half, one == 0, D)
+        k_low, k_high = _normed(k_low, k_high, k_norm, half, eps, D, dtype)
+        k_low, k_high = _turned(k_low, k_high, turn, half, D)
+        k_low, k_high = cast(k_low, stored), cast(k_high, stored)
+        v = tl.load(own + (KEY_HEADS * (GROUP + 1) + head) * D + column).to(tl.float32)
+        v = cast(v, stored)
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        place = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
+        tl.store(keys + place + half[None, :], k_low)
+        tl.store(keys + place + D // 2 + half[None, :], k_high)
+        tl.store(values + place + column, v)
+        both = low.to(tl.float32) * k_low.to(tl.float32) + high.to(tl.float32) * k_high.to(
+            tl.float32
+        )
+        top = tl.sum(both, 1) * scale
+        total = tl.full((PADDED,), 1.0, tl.float32)
+        acc += v.to(tl.float32)[None, :]
+    for first in range(split * TILE, position, splits * TILE):
+        line = first + tl.arange(0, TILE)
+        seen = line < position
+        at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D)
+        k = tl.load(keys + at + half[None, :], mask=seen[:, None], other=0.0)
+        scores = dot(low, tl.trans(k).to(dtype), tl.zeros((PADDED, TILE), tl.float32))
+        k = tl.load(keys + at + D // 2 + half[None, :], mask=seen[:, None], other=0.0)
+        scores = dot(high, tl.trans(k).to(dtype), scores) * scale
+        v = tl.load(values + at + column[None, :], mask=seen[:, None], other=0.0)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - new[:, None])
+        shrink = tl.exp2(top - new)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = dot(cast(weight, v.dtype), v, acc * shrink[:, None])
+        top = new
+    pair = row * KEY_HEADS + head
+    to = out + (pair.to(tl.int64) * GROUP + member)[:, None] * D + column[None, :]
+    if live == 1:
+        tl.store(to, cast(acc / total[:, None], out.dtype.element_ty), mask=mask)
+        return
+    at = (pair * splits + split).to(tl.int64) * GROUP + member
+    tl.store(part_o + at[:, None] * D + column[None, :], acc, mask=mask)
+    tl.store(part_m + at, top, mask=member < GROUP)
+    tl.store(part_s + at, total, mask=member < GROUP)
+    # All threads' stores come before the count that says they are there.
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+    if done == live - 1:
+        mixed = _added_up(part_o, part_m, part_s, pair, live, splits, member, column, mask,
+                          D, GROUP, PADDED, SPLITS)  # fmt: skip
+        tl.store(to, cast(mixed, out.dtype.element_ty), mask=mask)
+        tl.store(counters + pair, 0)
+
+
+_counters: dict[torch.device, Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros, one set for captured launches and one for others.
+
+    Raises:
+        RuntimeError: the first call on a device is under capture.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device not in _counters:
+        if capturing:
+            raise RuntimeError("decode_gqa: expected a call before the first capture, got none")
+        _counters[device] = torch.zeros(2, _MOST_PAIRS, dtype=torch.int32, device=device)
+    return _counters[device][int(capturing)]
+
+
+def decode_gqa_triton(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rope: Tensor,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    """Run decode_gqa_torch as one kernel."""
+    key_heads, dim = keys.shape[2:]
+    batch, group, device = len(qkv), heads // key_heads, qkv.device
+    splits = _splits(batch * key_heads, rows)
+    count = batch * heads * splits if splits > 1 else 1
+    part_o = torch.empty((count, dim), dtype=torch.float32, device=device)
+    part_m, part_s = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    out = torch.empty((batch, heads * dim), dtype=qkv.dtype, device=device)
+    _decode_kernel[(batch, key_heads, splits)](
+        qkv, q_norm, k_norm, eps, rope, rows.positions, rows.seq, rows.tables, keys, values, out,
+        part_o, part_m, part_s, _counter(device), qkv.stride(0), rows.tables.shape[1],
+        dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
+        PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=_TILE,
+        SPLITS=_MOST_SPLITS, num_warps=4, num_stages=2, **overlapping(device),
+    )  # fmt: skip
+    return out
+
+
+def _splits(pairs: int, rows: Rows) -> int:
+    """Shares of the positions, so that a small batch still fills the GPU; decided by shapes."""
+    tiles = -(-rows.max_end // _TILE)
+    return max(1, min(tiles, _PROGRAMS // pairs, _MOST_SPLITS))
