@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.api import EngineDeadError, SamplingParams, TokenLogprob
+from engine.api import EngineDeadError, PrefillMode, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch
 from engine.device.graphs import GraphCache
+from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
 from engine.device.prompt_pass import Pool, PromptPass, StepModel
 from engine.device.recorder import RoutingRecorder
@@ -39,8 +40,10 @@ from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
+from engine.device.tail_graphs import TailGraphs
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.model.experts import PagedExperts
+from engine.model.fast import FastModel
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 #: Rows of prompts that are processed before the first request: one for each class of shapes.
 WARM_LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
+#: The same for tails whose windows are cut.
+WARM_TAILS = (2, 8, 16, 32, 128)
 
 
 @dataclass(slots=True)
@@ -90,12 +95,15 @@ class FastRunner:
         looks_ahead: whether to launch decode steps ahead.
         buckets: row counts to capture.
         tail: late layers that may process fewer rows of a prompt; None where there are none.
+        tail_buckets: row counts of tails to capture when prompts have warmed up; none for tails
+            that are always launched one kernel after the other.
         captured_rows: most rows of a decode step that is captured, where experts are paged; a
             bucket of its own. None for no limit.
         recorder: notes what rows are routed to.
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
+        ValueError: tails are to be captured of a model that has none.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class FastRunner:
         looks_ahead: bool = True,
         buckets: Sequence[int] = DECODE_BUCKETS,
         tail: Tail | None = None,
+        tail_buckets: Sequence[int] = (),
         captured_rows: int | None = None,
         recorder: RoutingRecorder | None = None,
     ) -> None:
@@ -119,6 +128,12 @@ class FastRunner:
         self._pool = pool
         self._device = device
         self._tail = tail
+        self._tail_buckets = tuple(tail_buckets)
+        self._captures = captures
+        #: Tails of prompts by bucket; None where none are to be captured.
+        self.tails: TailGraphs | None = None
+        if tail_buckets and (tail is None or not isinstance(model, FastModel)):
+            raise ValueError("tail_buckets: expected none, the model has no tail")
         self._feed = feed_triton if model.ops.name == "triton" else feed_torch
         buckets = buckets_up_to(max_num_seqs, buckets)
         if captured_rows and captured_rows < buckets[-1]:
@@ -164,20 +179,49 @@ class FastRunner:
         Args:
             max_batched_tokens: rows of the longest chunk.
         """
-        longest = min(max_batched_tokens, self._buffers.max_model_len)
+        most = self._buffers.max_model_len
+        longest = min(max_batched_tokens, most)
         lengths = {min(length, longest) for length in (*WARM_LENGTHS, longest)}
         with torch.inference_mode():
             for length in sorted(lengths):
-                for start in {0, self._buffers.max_model_len - length}:
+                for start in {0, most - length}:
                     self._warm(length, start)
+            if self._tail is not None:
+                self._warm_tails(longest)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.compiles.serving()
 
-    def _warm(self, length: int, start: int) -> None:
+    def _warm_tails(self, longest: int) -> None:
+        """Process prompts whose tail has fewer rows, then capture tails."""
+        most = self._buffers.max_model_len
+        if self._tail_buckets:
+            assert self._tail is not None
+            assert isinstance(self._model, FastModel)
+            assert isinstance(self._pool, KVPool)
+            self.tails = TailGraphs(
+                self._model,
+                self._pool,
+                self._tail,
+                max_model_len=most,
+                buckets=self._tail_buckets,
+                captures=self._captures,
+                warm_rows=longest,
+            )
+        for length in sorted({min(length, longest) for length in WARM_TAILS}):
+            self._warm(length, most - length, "bounded")
+        for mode in ("exact", "bounded"):
+            self._warm(longest, most - longest, mode)
+        if self.tails is not None:
+            self.tails.build()
+
+    def _warm(self, length: int, start: int, mode: PrefillMode = "off") -> None:
         """Process tokens that belong to nobody, in the dummy slot and block."""
         blocks = (0,) * -(-(start + length) // self._pool.block_size)
-        chunk = Chunk("", 0, start, (0,) * length, blocks, wants_logits=True)
+        anchor = 0 if mode == "off" else start + length - 1
+        chunk = Chunk(
+            "", 0, start, (0,) * length, blocks, wants_logits=True, prefill=mode, anchor=anchor
+        )
         done = self._begin((chunk,))
         done.advance(None)
         done.draw({0: Draw(SamplingParams(1, 1.0, 0.9, seed=0), 0)})
@@ -192,8 +236,10 @@ class FastRunner:
     def weight_locks(self) -> tuple[str, ...]:
         """Why weights cannot be written in place."""
         count = len(self.graphs.captured)
+        tails = 0 if self.tails is None else len(self.tails.captured)
+        also = f" and tails of prompts of {tails}" if tails else ""
         return (
-            f"decode steps of {count} batch sizes are prepared over the weights' addresses",
+            f"decode steps of {count} batch sizes{also} are prepared over the weights' addresses",
             "projections that share an input are joined and scales multiplied in at load",
             *self._paging_locks(),
         )
@@ -444,7 +490,8 @@ class FastRunner:
         return done
 
     def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:
-        return PromptPass.begin(self._model, self._pool, chunks, self._device, self._tail)
+        run = None if self.tails is None else self.tails.run
+        return PromptPass.begin(self._model, self._pool, chunks, self._device, self._tail, run)
 
     # ------------------------------------------------------------ faults
 

@@ -17,6 +17,7 @@ from engine.device.sampler import Draw, Sample, logprobs_of, sample
 from engine.kernels.ops import Ops
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.experts import Experts
+from engine.model.fast import TailRun
 from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk
 
@@ -47,6 +48,7 @@ class StepModel(Protocol):
         logit_rows: Tensor,
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
+        tail: TailRun | None = None,
     ) -> Iterator[Tensor | None]:
         """Process chunks; yields None between layers, then logits [L, V] and those of each part."""
 
@@ -77,6 +79,7 @@ class PromptPass:
         chunks: Sequence[Chunk],
         device: torch.device,
         tail: Tail | None = None,
+        tail_run: TailRun | None = None,
     ) -> PromptPass:
         """Lay the chunks out; nothing is launched yet.
 
@@ -86,6 +89,7 @@ class PromptPass:
             chunks: of the pass.
             device: where it runs.
             tail: of the model; None where every layer processes every row.
+            tail_run: may run the tail at once.
         """
         rows, wanted = build_rows(chunks, block_size=pool.block_size, device=device)
         firsts = [chunk.start for chunk in chunks]
@@ -95,7 +99,7 @@ class PromptPass:
             firsts = list(plan[-1].firsts)
         parts = [part for part, _, _ in _parts(chunks, firsts)]
         scored = [torch.tensor(part, dtype=torch.int64).to(device) for part in parts]
-        layers = model.prefill(rows, pool, wanted, scored, narrowings)
+        layers = model.prefill(rows, pool, wanted, scored, narrowings, tail_run)
         return cls(tuple(chunks), layers, rows.num_rows)
 
     def advance(self, count: int | None) -> bool:

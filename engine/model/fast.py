@@ -128,6 +128,10 @@ class Flow:
         return Flow(self.streams.index_select(0, rows), parts, _select_site(self.site, rows))
 
 
+#: Runs the layers from a narrowing on, given the flow of all rows; None where it does not.
+TailRun = Callable[[Flow, Narrowing], Flow | None]
+
+
 class FastModel:
     """A loaded model over packed weights; immutable.
 
@@ -224,6 +228,7 @@ class FastModel:
         logit_rows: Tensor,
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
+        tail: TailRun | None = None,
     ) -> Iterator[Tensor | None]:
         """Process chunks of any length, pausing between layers.
 
@@ -234,18 +239,37 @@ class FastModel:
             scored: int64 [N] each, further rows, some at a time since logits are wide.
             narrowings: where later layers process fewer rows, ascending; logit_rows and scored
                 then count the rows of the last one.
+            tail: may run all layers from a narrowing on at once, where there is only one.
 
         Yields:
             None after each layer, then the logits, float32 [L, V], then those of each part of the
             scored rows, float32 [N, V].
         """
-        for flow in self._layers(Pass(rows, pool), narrowings):  # noqa: B007 - the last one is needed
+        layers = self._layers(Pass(rows, pool), narrowings, tail)
+        for flow in layers:  # noqa: B007 - the last one is needed
             yield None
         yield self._logits(flow, logit_rows)
         for part in scored:
             yield self._logits(flow, part)
 
-    def _layers(self, state: Pass, narrowings: Sequence[Narrowing] = ()) -> Iterator[Flow]:
+    def run_tail(self, first: int, flow: Flow, state: Pass) -> Flow:
+        """Process rows in the layers from `first` on, whose entries are written; capturable.
+
+        Args:
+            first: the first layer, which is behind the last one with an Engram table.
+            flow: of these rows, from the layer before.
+            state: rows and pool.
+        """
+        for layer, w in zip(self.config.layers[first:], self.weights.layers[first:], strict=True):
+            flow = self._layer(layer, w, flow.streams, flow, state)
+        return flow
+
+    def _layers(
+        self,
+        state: Pass,
+        narrowings: Sequence[Narrowing] = (),
+        tail: TailRun | None = None,
+    ) -> Iterator[Flow]:
         """Run the layers one by one; the pass's memory is complete after the last.
 
         Ends early where no row is left.
@@ -261,6 +285,12 @@ class FastModel:
                 assert flow is not None
                 if layer.owns_entries:
                     self._write_entries(layer, lw, flow, state)
+                if tail is not None and len(narrowings) == 1:
+                    done = tail(flow, stage)
+                    if done is not None:
+                        flow = done
+                        yield flow
+                        break
                 flow = flow.select(stage.kept)
                 state.narrow(stage)
                 if not stage.rows.num_rows:

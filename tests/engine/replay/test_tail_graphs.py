@@ -1,0 +1,346 @@
+"""Tails in buckets: static buffers and padding change nothing, on the CPU as on a GPU.
+
+On the CPU a bucket is called, not replayed, so that faults of padding and bookkeeping show here;
+tests/engine/replay/test_tail_gpu.py replays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from engine.api import EngineError, PrefillMode
+from engine.device.fast_runner import FastRunner
+from engine.device.kvpool import KVPool
+from engine.device.prompt_pass import PromptPass
+from engine.device.rows import build_narrowings, build_rows
+from engine.device.seals import SealError
+from engine.device.tail_graphs import TailBuffers, TailGraphs
+from engine.model.fast import FastModel
+from engine.model.v4 import Model
+from engine.plan.replay import Tail, stages, tail_of
+from engine.plan.step import Chunk
+from tests.engine.device.engines import CPU, OPTIONS, load_fast, load_reference
+from tests.engine.model import build, drive
+from tests.engine.replay.test_fast import difference, make
+
+BUCKETS = (8, 16, 32, 64)
+BLOCKS = 8  # of a request
+REQUESTS = 4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = build.v41(index_topk=512, candidate_topk_blocks=512)
+    return build.write(tmp_path_factory.mktemp("v41") / "model", config, seed=5)
+
+
+@pytest.fixture(scope="module")
+def fast(path: Path) -> FastModel:
+    return load_fast(path)
+
+
+def tail_in(model: FastModel) -> Tail:
+    tail = tail_of(model.config)
+    assert tail is not None
+    return tail
+
+
+def pool_of(model: FastModel) -> KVPool:
+    """What nobody has written is NaN."""
+    pool = KVPool(
+        model.config, num_blocks=1 + REQUESTS * BLOCKS, block_size=drive.BLOCK,
+        num_slots=REQUESTS + 2, ring_history=True,
+    )  # fmt: skip
+    pool.poison(slots=range(1, REQUESTS + 2), blocks=range(1, pool.num_blocks))
+    return pool
+
+
+def chunk(number: int, length: int, mode: PrefillMode, start: int = 0) -> Chunk:
+    blocks = tuple(range(1 + number * BLOCKS, 1 + (number + 1) * BLOCKS))
+    ids = tuple(drive.tokens(length, number))
+    return Chunk(
+        str(number), number + 1, start, ids[start:], blocks, wants_logits=True, arrival=number,
+        prefill=mode, anchor=0 if mode == "off" else length - 1,
+    )  # fmt: skip
+
+
+def tails_of(model: FastModel, pool: KVPool, **how: Any) -> TailGraphs:
+    """Buckets that are ready."""
+    tails = TailGraphs(
+        model, pool, tail_in(model), max_model_len=96,
+        **{"buckets": BUCKETS, "captures": False, "warm_rows": 40, **how},
+    )  # fmt: skip
+    run_pass(model, pool, [replace(chunk(0, 40, "bounded"), slot=0, block_ids=(0,) * BLOCKS)], tails)  # fmt: skip
+    tails.build()
+    return tails
+
+
+def run_pass(
+    model: FastModel, pool: KVPool, chunks: list[Chunk], tails: TailGraphs | None
+) -> torch.Tensor:
+    """Logits of a pass over chunks."""
+    for one in chunks:
+        if not one.start:
+            pool.reset_slot(one.slot)
+    rows, wanted = build_rows(chunks, block_size=drive.BLOCK, device="cpu")
+    plan = stages(tail_in(model), chunks)
+    narrowings, narrowed = build_narrowings(rows, chunks, plan)
+    *_, logits = model.prefill(
+        rows, pool, narrowed if plan else wanted, narrowings=narrowings,
+        tail=None if tails is None else tails.run,
+    )  # fmt: skip
+    return logits
+
+
+def routed(model: FastModel, pool: KVPool, chunks: list[Chunk], tails: TailGraphs | None) -> tuple[torch.Tensor, list[Counter[int]]]:  # fmt: skip
+    """Logits, and how many rows of the pass each layer sends to which expert."""
+    seen: list[Counter[int]] = []
+    plain = model.ops
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        routing = plain.route(*args, **kwargs)
+        seen.append(Counter(routing.experts[routing.experts >= 0].tolist()))
+        return routing
+
+    model.ops = replace(plain, route=spy)
+    try:
+        return run_pass(model, pool, chunks, tails), seen
+    finally:
+        model.ops = plain
+
+
+def faults(model: FastModel, lengths: list[int], modes: list[PrefillMode], again: list[int]) -> list[str]:  # fmt: skip
+    """What a bucket changes in two passes, one after the other, beside the order of sums.
+
+    The second pass goes on with some of the requests by further tokens, as a turn would.
+    """
+    found = []
+    pools = pool_of(model), pool_of(model)
+    tails = tails_of(model, pools[1])
+    longer = [(at, lengths[at], more) for at, more in enumerate(again) if more]
+    passes = [
+        [chunk(i, n, mode) for i, (n, mode) in enumerate(zip(lengths, modes, strict=True))],
+        [chunk(at, n + more, modes[at], start=n) for at, n, more in longer],
+    ]
+    for chunks in passes:
+        if not chunks:
+            continue
+        live = {one.slot for one in chunks}
+        others = [slot for slot in range(1, REQUESTS + 2) if slot not in live]
+        before = [ring[others].clone() for ring in pools[1].window]
+        want, sent = routed(model, pools[0], chunks, None)
+        got, got_sent = routed(model, pools[1], chunks, tails)
+        if not (got - want).abs().max() < 1e-4:
+            found.append("logits differ")
+        if sent != got_sent:
+            found.append("rows that pad reach experts")
+        for ring, old in zip(pools[1].window, before, strict=True):
+            if not torch.equal(ring[others].nan_to_num(7), old.nan_to_num(7)):
+                found.append("a slot of nobody in the pass is written")
+        for name, tensor in pools[1].named_tensors().items():
+            left = pools[0].named_tensors()[name]
+            if name == "history":
+                same = torch.equal(tensor[1:], left[1:])
+            else:
+                same = torch.allclose(tensor[1:], left[1:], atol=1e-4, rtol=0, equal_nan=True)
+            if not same:
+                found.append(f"{name} differs")
+            if not tensor[0].isfinite().all():
+                found.append(f"the dummy of {name} is not finite")
+    return found
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=REQUESTS)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, data=st.data())
+def test_a_bucket_changes_nothing(fast: FastModel, lengths: list[int], data: st.DataObject) -> None:
+    """I6, I7: in any company, rows that pad write no slot and reach no expert, and results stay."""
+    mode = st.sampled_from(["bounded", "bounded", "off"])
+    modes = data.draw(st.lists(mode, min_size=len(lengths), max_size=len(lengths)))
+    again = data.draw(st.lists(st.integers(0, 20), min_size=len(lengths), max_size=len(lengths)))
+
+    assert faults(fast, lengths, modes, again) == []  # type: ignore[arg-type]
+
+
+def test_buckets_are_used(fast: FastModel) -> None:
+    """The comparison above is of buckets: one pass for each, and what is too large goes without."""
+    pool = pool_of(fast)
+    tails = tails_of(fast, pool)
+    for count, replayed in ((1, 1), (2, 2), (4, 3)):  # 8 rows each
+        run_pass(fast, pool, [chunk(i, 50, "bounded") for i in range(count)], tails)
+        assert tails.num_replayed == replayed
+    assert [captured.bucket for captured in tails.captured] == [64, 32, 16, 8]
+    eager = tails.num_eager
+    run_pass(fast, pool, [chunk(0, 90, "off"), chunk(1, 50, "bounded")], tails)
+    run_pass(fast, pool, [chunk(0, 90, "exact")], tails)
+    assert tails.num_replayed == 3
+    assert tails.num_eager == eager + 1  # exact has more than one stage and does not even ask
+
+
+def test_a_pad_of_a_live_slot_is_seen(fast: FastModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """n6: rows that pad under the slot of a request are routed, and write its windows."""
+    place = TailBuffers.place
+
+    def wrong(self: TailBuffers, bucket: int, flow: Any, to: Any) -> None:
+        place(self, bucket, flow, to)
+        self.slots[self.most_sequences(bucket)] = 1
+
+    monkeypatch.setattr(TailBuffers, "place", wrong)
+    found = faults(fast, [50, 9, 30], ["bounded"] * 3, [0, 0, 0])
+
+    assert "rows that pad reach experts" in found
+    assert any(name.startswith("window") for name in found)
+
+
+def test_a_count_that_is_not_refilled_is_seen(
+    fast: FastModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n6: sequences of an earlier, larger pass that stay in the buffers are seen."""
+    place = TailBuffers.place
+
+    def wrong(self: TailBuffers, bucket: int, flow: Any, to: Any) -> None:
+        seq = self.seq.clone()
+        place(self, bucket, flow, to)
+        # Rows beyond those of the pass stay with the sequences they had.
+        self.seq[to.rows.num_rows : bucket] = seq[to.rows.num_rows : bucket]
+        self.slots[: self.most_sequences(bucket) + 1] += 1
+
+    monkeypatch.setattr(TailBuffers, "place", wrong)
+
+    assert faults(fast, [50, 40, 30], ["bounded"] * 3, [3, 0, 0]) != []
+
+
+def test_what_pads_is_set_anew_for_every_pass(fast: FastModel) -> None:
+    """A small pass after a large one leaves no table, slot or floor of the large one's requests."""
+    pool = pool_of(fast)
+    tails = tails_of(fast, pool)
+    run_pass(fast, pool, [chunk(i, 50, "bounded") for i in range(4)], tails)
+    run_pass(fast, pool, [chunk(3, 30, "bounded")], tails)
+    buffers = tails._buffers
+    assert buffers is not None
+    rows = buffers.rows(8)
+
+    assert rows.slots.tolist() == [4, 0, 0, 0, 0]
+    assert rows.lengths.tolist() == [8, 0, 0, 0, 0]
+    assert rows.tables[1:].abs().sum() == 0
+    assert rows.floors is not None
+    assert rows.floors[1:].abs().sum() == 0
+
+
+# ------------------------------------------------------------ gate and seals
+
+
+def test_nothing_is_captured_before_prompts_have_warmed_up(fast: FastModel) -> None:
+    """The warm gate: tails run launch by launch until a prompt of full size was processed."""
+    pool = pool_of(fast)
+    tails = TailGraphs(
+        fast, pool, tail_in(fast), max_model_len=96, buckets=BUCKETS, captures=False, warm_rows=60
+    )
+    run_pass(fast, pool, [chunk(0, 50, "bounded")], tails)
+
+    assert (tails.num_replayed, tails.num_eager) == (0, 1)
+    with pytest.raises(EngineError, match=r"a prompt of 60 rows to have been processed .*, got 50"):  # fmt: skip
+        tails.build()
+    run_pass(fast, pool, [chunk(0, 60, "bounded")], tails)
+    tails.build()
+    run_pass(fast, pool, [chunk(0, 50, "bounded")], tails)
+    assert (tails.num_replayed, tails.num_eager) == (1, 2)
+
+
+@pytest.mark.parametrize("grown", ["streams", "tables", "ring"])
+def test_a_workspace_that_grows_after_a_capture_is_seen(fast: FastModel, grown: str) -> None:
+    """n7: with the gate bypassed, whatever moves afterwards breaks its seal, before a replay."""
+    pool = pool_of(fast)
+    tails = tails_of(fast, pool, warm_rows=0)
+    buffers = tails._buffers
+    assert buffers is not None
+    if grown == "ring":
+        pool.window = (*pool.window[:-1], torch.cat((pool.window[-1],) * 2))
+    else:
+        old = getattr(buffers, grown)
+        setattr(buffers, grown, torch.cat((old, old)))
+
+    with pytest.raises(SealError, match=r"have changed: .*: torch.* when captured, now torch"):
+        run_pass(fast, pool, [chunk(0, 50, "bounded")], tails)
+
+
+def test_what_flows_out_must_be_as_what_flows_in(
+    fast: FastModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tail whose parts come in another type than the buffers have is refused, not rounded."""
+    run_tail = FastModel.run_tail
+
+    def wrong(self: FastModel, *args: Any) -> Any:
+        flow = run_tail(self, *args)
+        return replace(flow, parts=flow.parts.double())
+
+    monkeypatch.setattr(FastModel, "run_tail", wrong)
+    with pytest.raises(EngineError, match="differs in type or width"):
+        tails_of(fast, pool_of(fast))
+
+
+def test_a_context_of_one_window_has_nothing_to_capture(fast: FastModel) -> None:
+    """Then no prompt leaves rows out, and none can warm up."""
+    tails = TailGraphs(
+        fast, pool_of(fast), tail_in(fast), max_model_len=8, buckets=BUCKETS, captures=False, warm_rows=60
+    )  # fmt: skip
+    tails.build()
+
+    assert tails.captured == ()
+
+
+# ------------------------------------------------------------ in the engine
+
+
+@pytest.fixture(scope="module")
+def models(path: Path, fast: FastModel) -> tuple[FastModel, Model]:
+    return fast, load_reference(path)
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded"])
+def test_the_engine_gives_the_same_with_buckets(
+    models: tuple[FastModel, Model], mode: PrefillMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random loads, slices, lookahead, poisoned memory: the tokens of the cut reference."""
+    used = []
+    warm = FastRunner.__init__
+
+    def warmed(self: FastRunner, *args: Any, **how: Any) -> None:
+        warm(self, *args, **how)
+        self.warm_up(40)
+        assert self.tails is not None
+        used.append(self.tails)
+
+    monkeypatch.setattr(FastRunner, "__init__", warmed)
+    assert difference(models, mode, 1, tail_buckets=BUCKETS) < 1e-4
+    (tails,) = used
+    assert (tails.num_replayed > 0) == (mode == "bounded")
+
+
+def test_a_model_without_a_tail_is_refused(tmp_path: Path) -> None:
+    """V4 has none."""
+    model = load_fast(build.write(tmp_path / "v4", build.v4(), seed=5))
+    with pytest.raises(ValueError, match="the model has no tail"):
+        make(model, "off", tail_buckets=BUCKETS)
+
+
+def test_a_pass_that_ends_early_leaves_the_buffers_in_order(fast: FastModel) -> None:
+    """A prompt dropped between its layers does not disturb the next one's tail."""
+    pool = pool_of(fast)
+    tails = tails_of(fast, pool)
+    want = run_pass(fast, pool, [chunk(0, 50, "bounded")], None)
+    dropped = PromptPass.begin(fast, pool, [chunk(1, 60, "bounded")], CPU, tail_in(fast), tails.run)
+    dropped.advance(5)
+    got = run_pass(fast, pool, [chunk(0, 50, "bounded")], tails)
+
+    assert (got - want).abs().max() < 1e-4
+    assert OPTIONS.block_size == drive.BLOCK
