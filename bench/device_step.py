@@ -138,7 +138,7 @@ class Bench:
             run()
             torch.cuda.synchronize()
         self.trace = trace
-        return sum(event.count for event in trace.key_averages())
+        return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
 
     def prompt_flops(self, length: int) -> float:
         """Floating-point operations of a prompt: products with weights, and attention."""

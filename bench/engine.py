@@ -158,7 +158,7 @@ class Engine:
         with torch.profiler.profile(activities=activities) as trace, torch.inference_mode():
             self.runner.graphs.run(self.runner.graphs.bucket_for(batch))
             torch.cuda.synchronize()
-        return sum(event.count for event in trace.key_averages())
+        return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
 
     def _bound(self, batch: int, context: int) -> tuple[list[int], float]:
         """Experts that each layer reads in a step of random tokens, and the time to read all of it."""
