@@ -86,21 +86,27 @@ def unpack(m: Matrix, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def multiply(x: Tensor, w: Matrix, out_dtype: torch.dtype) -> Tensor:
+def multiply(x: Tensor, w: Matrix, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Give x [T, K] times w [N, K] transposed: [T, N].
 
     Args:
         x: float32 or bfloat16.
         w: any kind.
         out_dtype: of the result, at least as wide as x's.
+        out: [T, N] of that dtype to write to, whose rows may lie apart; new by default.
     """
     if x.is_cuda and x.dtype == torch.bfloat16 and w.data.dtype != torch.float32:
-        values = unpack(w, x.dtype)
-        return torch.mm(x, values.t(), out_dtype=out_dtype)
+        values = unpack(w, x.dtype).t()
+        if out is None:
+            return torch.mm(x, values, out_dtype=out_dtype)
+        if out_dtype == x.dtype:
+            return torch.mm(x, values, out=out)
+        return out.copy_(torch.mm(x, values, out_dtype=out_dtype))
     work = torch.promote_types(x.dtype, out_dtype)
     if w.kind == "plain":
         work = torch.promote_types(work, w.data.dtype)
-    return F.linear(x.to(work), unpack(w, work)).to(out_dtype)
+    result = F.linear(x.to(work), unpack(w, work)).to(out_dtype)
+    return result if out is None else out.copy_(result)
 
 
 def multiply_grouped(o: Tensor, w: Matrix, groups: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Experts for many rows: grouped products at tensor-core rate (twin: engine.kernels.moe.moe_torch).
 
-Two launches for the routed experts and two for the shared one, W13 and W2. A program takes one tile
-of pairs and two blocks of weight rows: gate and up rows of the same hidden values, or neighbouring
-output rows. Weights are the left operand (A), dequantised in registers on their way to the tensor
-cores; rows of x are gathered into shared memory.
+One launch each for W13 and W2 of the routed experts; the shared one is a plain product
+(engine.kernels.moe_shared). A program takes one tile of pairs and two blocks of weight rows: gate
+and up rows of the same hidden values, or neighbouring output rows. Weights are the left operand
+(A), dequantised in registers on their way to the tensor cores; rows of x are gathered into shared
+memory. FP4 weights meet rows whose columns are in the order of engine.kernels.weave.
 
 Any storage and any floating type of x goes through here; it is also the way of few rows where
 `engine.kernels.moe_decode` does not apply.
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.router import Routing, parts_dtype, tile_pairs
+from engine.kernels.router import SHORT_TILE, Routing, parts_dtype, tile_pairs
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
+from engine.kernels.weave import CHUNK, weave_device, weave_triton, woven_rows, woven_weights
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Sign, exponent and mantissa of codes, moved to where bfloat16 has them, times a factor; see
@@ -154,8 +157,8 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
 
 @triton.jit
 def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-          EVEN: tl.constexpr):  # fmt: skip
+          BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+          WOVEN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Products of weight rows [M] with rows of x [BN]: float32 [M, BN]."""
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros((rows.shape[0], BN), tl.float32)
@@ -164,7 +167,13 @@ def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl
         column = step * BK + tl.arange(0, BK)
         at = x_rows + column[:, None]
         values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
-        weights = _weights(data, scale, rows, step, N, K, BK, KIND, BLOCK, dtype, EVEN)
+        if WOVEN:
+            byte = step * (BK // 2) + tl.arange(0, BK // 2)
+            codes = tl.load(data + rows[:, None] * (K // 2) + byte[None, :])
+            scales = _scales(scale, rows, step, N, K, BK, KIND, BLOCK, EVEN)
+            weights = woven_weights(codes, scales, WARPS)
+        else:
+            weights = _weights(data, scale, rows, step, N, K, BK, KIND, BLOCK, dtype, EVEN)
         sums = dot(weights.to(dtype), values, sums)
     if KIND != "plain" and dtype == tl.bfloat16:
         sums *= 65536.0
@@ -172,74 +181,54 @@ def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl
 
 
 @triton.jit
-def _store_rows(out, value, row, column, valid, WIDTH: tl.constexpr):
-    """Store value [M, N] as M columns of rows [N] of width WIDTH."""
-    column = column + tl.arange(0, value.shape[0])[None, :]
-    at = out + row.to(tl.int64)[:, None] * WIDTH + column
-    value = cast(tl.trans(value), out.dtype.element_ty)
-    tl.store(at, value, mask=valid[:, None] & (column < WIDTH))
-
-
-@triton.jit
-def _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
+def _tile(data, scale, x, out, order, weights, first, count, block, limit,
           CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-          SECOND: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
-          EVEN: tl.constexpr):  # fmt: skip
-    """One tile of up to BN pairs (shared: rows), two blocks of BM weight rows."""
+          SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+          KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr,
+          WOVEN: tl.constexpr, WEAVE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """One tile of up to BN pairs, two blocks of BM weight rows."""
     n = tl.arange(0, BN)
     valid = n < count
     place = first + tl.minimum(n, count - 1)  # columns beyond repeat the last and are not stored
-    if SHARED:
-        pair = place
-        source = place + (T * CHOICES if SECOND else 0)
-        target = place * (CHOICES + 1) + CHOICES if SECOND else place + T * CHOICES
-    else:
-        pair = tl.load(order + place)
-        source = place if SECOND else pair // CHOICES
-        target = pair + pair // CHOICES if SECOND else place
-    m = tl.arange(0, 2 * BM)
+    pair = tl.load(order + place)
+    source = place if SECOND else pair // CHOICES
+    target = pair + pair // CHOICES if SECOND else place
+    m = woven_rows(2 * BM, WARPS) if WOVEN else tl.arange(0, 2 * BM)
     column = block * (2 * BM if SECOND else BM)
     rows = column + (m if SECOND else m % BM + m // BM * (N // 2))
-    sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN)
+    sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN, WOVEN, WARPS)
     if SECOND:
-        _store_rows(out, sums, target, column, valid, WIDTH)
-        if SHARED:  # nobody else writes choices that reach no expert
-            zero = tl.zeros((2 * BM, BN), tl.float32)
-            for choice in tl.static_range(CHOICES):
-                empty = valid & (tl.load(experts + place * CHOICES + choice) < 0)
-                _store_rows(out, zero, place * (CHOICES + 1) + choice, column, empty, WIDTH)
+        value = tl.trans(sums)
     else:
         halves = tl.permute(tl.reshape(sums, (2, BM, BN)), (1, 2, 0))
         gate, up = tl.split(halves)
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up
-        if not SHARED:
-            hidden = hidden * tl.load(weights + pair)[None, :]
+        hidden = gate / (1.0 + tl.exp(-gate)) * up * tl.load(weights + pair)[None, :]
+        value = tl.trans(hidden)
         if ROUND > 0:
             # In x's dtype first, as it would be stored.
-            inside = (column + tl.arange(0, BM) < N // 2)[:, None]
-            hidden = cast(tl.where(inside, hidden, 0.0), out.dtype.element_ty).to(tl.float32)
-            hidden = tl.trans(fp8_device(tl.trans(hidden), ROUND, 0))
-        _store_rows(out, hidden, target, column, valid, WIDTH)
+            inside = (column + tl.arange(0, BM) < N // 2)[None, :]
+            value = cast(tl.where(inside, value, 0.0), out.dtype.element_ty).to(tl.float32)
+            value = fp8_device(value, ROUND, 0)
+        if WEAVE:
+            value = weave_device(value)
+    column = column + tl.arange(0, value.shape[1])[None, :]
+    at = out + target.to(tl.int64)[:, None] * WIDTH + column
+    tl.store(at, cast(value, out.dtype.element_ty), mask=valid[:, None] & (column < WIDTH))
 
 
-@triton.jit(do_not_specialize=["T"])  # no new kernel for every number of rows
+@triton.jit
 def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, num_tiles, weights,
-                    experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-                    WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-                    BLOCK: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+                    limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                    WIDTH: tl.constexpr, SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                    BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+                    EVEN: tl.constexpr, WOVEN: tl.constexpr, WEAVE: tl.constexpr,
+                    WARPS: tl.constexpr):  # fmt: skip
     blocks: tl.constexpr = (N + 2 * BM - 1) // (2 * BM)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if SHARED:
-        first = tile * BN
-        count = tl.minimum(T - first, BN)
-        _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit, CHOICES,
-              N, K, WIDTH, SECOND, SHARED, BM, BN, BK, KIND, BLOCK, ROUND, EVEN)  # fmt: skip
-    elif tile < tl.load(num_tiles):
+    if tile < tl.load(num_tiles):
         expert = tl.load(tiles + tile * 3).to(tl.int64)
         first = tl.load(tiles + tile * 3 + 1)
         count = tl.load(tiles + tile * 3 + 2)
@@ -247,30 +236,48 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
         scale += expert * scale_apart
         # An expert's last tile is often short.
         if BN > 64 and count <= BN // 4:
-            _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
-                  CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN // 4, BK, KIND, BLOCK, ROUND,
-                  EVEN)  # fmt: skip
+            _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
+                  WIDTH, SECOND, BM, BN // 4, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
+                  WARPS)  # fmt: skip
         elif BN > 64 and count <= BN // 2:
-            _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
-                  CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN // 2, BK, KIND, BLOCK, ROUND,
-                  EVEN)  # fmt: skip
+            _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
+                  WIDTH, SECOND, BM, BN // 2, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
+                  WARPS)  # fmt: skip
         else:
-            _tile(data, scale, x, out, order, weights, experts, first, count, block, T, limit,
-                  CHOICES, N, K, WIDTH, SECOND, SHARED, BM, BN, BK, KIND, BLOCK, ROUND,
-                  EVEN)  # fmt: skip
+            _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
+                  WIDTH, SECOND, BM, BN, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
+                  WARPS)  # fmt: skip
 
 
 # ---------------------------------------------------------------- launches
 
 
-def _tiling(x: Tensor, act_group: int | None) -> tuple[int, int, dict[str, int]]:
+def _tiling(
+    x: Tensor, act_group: int | None, woven: bool, pairs: int
+) -> tuple[int, int, dict[str, int]]:
     """Weight rows of a block, columns per step, and what else the launch takes."""
     least = act_group or 16  # a group is rounded within a block
     if INTERPRETED:
-        return max(32, least), 32, {}
+        return max(CHUNK if woven else 32, least), CHUNK if woven else 32, {"num_warps": 4}
     if x.dtype != torch.bfloat16:  # exact products on the plain cores: for tests
         return max(32, least), 32, {"num_warps": 8, "num_stages": 1}
-    return 128, 64, {"num_warps": 8, "num_stages": 4}
+    if not woven:
+        return 128, 64, {"num_warps": 8, "num_stages": 4}
+    if pairs <= SHORT_TILE:  # the reading of weights bounds these: two programs a multiprocessor
+        return 128, CHUNK, {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    return 128, CHUNK, {"num_warps": 8, "num_stages": 3}
+
+
+def _is_even(w: Matrix) -> bool:
+    """Whether nothing of a matrix is beyond its edge, and scales can be read four at a time."""
+    whole = w.scale is None or (w.scale.data_ptr() % 4 == 0 and w.scale.stride(0) % 4 == 0)
+    n, k = w.shape[-2:]
+    return whole and n % 256 == 0 and k % 128 == 0
+
+
+def _takes_woven(x: Tensor, w: Matrix) -> bool:
+    """Whether rows that meet w come in the order of engine.kernels.weave."""
+    return x.dtype == torch.bfloat16 and w.kind == "fp4" and _is_even(w)
 
 
 def _product(
@@ -282,19 +289,18 @@ def _product(
     limit: float,
     act_group: int | None,
     second: bool,
-    shared: bool,
+    weave: bool,
 ) -> None:
-    """One launch: source [.., K] into out [.., WIDTH]."""
+    """One launch: source [.., K] into out [.., WIDTH], woven if `weave`."""
     rows, choices = routing.experts.shape
     n, k = w.shape[-2:]
-    whole = w.scale is None or (w.scale.data_ptr() % 4 == 0 and w.scale.stride(0) % 4 == 0)
-    bm, bk, options = _tiling(source, None if second else act_group)
+    woven = _takes_woven(source, w)
     bn = max(16, tile_pairs(rows))
+    bm, bk, options = _tiling(source, None if second else act_group, woven or weave, bn)
     blocks = triton.cdiv(n, 2 * bm)
-    tiles = triton.cdiv(rows, bn) if shared else len(routing.tiles)
     data = w.data if w.kind == "plain" else w.data.view(torch.uint8)
     scale = data if w.scale is None else w.scale
-    _grouped_kernel[(tiles * blocks,)](
+    _grouped_kernel[(len(routing.tiles) * blocks,)](
         data,
         scale,
         data.stride(0),
@@ -305,22 +311,22 @@ def _product(
         routing.tiles,
         routing.num_tiles,
         routing.weights,
-        routing.experts,
-        rows,
         limit,
         CHOICES=choices,
         N=n,
         K=k,
         WIDTH=out.shape[-1],
         SECOND=second,
-        SHARED=shared,
         BM=bm,
         BN=bn,
         BK=bk,
         KIND=w.kind,
         BLOCK=w.block,
         ROUND=0 if second else act_group or 0,
-        EVEN=whole and n % (2 * bm) == 0 and k % 128 == 0,
+        EVEN=_is_even(w) and n % (2 * bm) == 0,
+        WOVEN=woven,
+        WEAVE=weave,
+        WARPS=options["num_warps"],
         **options,
     )
 
@@ -339,17 +345,25 @@ def grouped_experts(
     """Run the experts for any number of rows; arguments and result as `moe_torch`."""
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
-    hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
-    # What nobody writes is 0; with a shared expert its programs see to that.
+    x = x.contiguous()
+    hidden = torch.empty(rows * choices, inner, dtype=x.dtype, device=x.device)
+    # What nobody writes is 0; the shared expert sees to that where there is one.
     new = torch.zeros if shared2 is None else torch.empty
     parts = new((rows, choices + 1, d), dtype=parts_dtype(x), device=x.device)
-    x = x.contiguous()
-    for source, out, w, shared, second in (
-        (x, hidden, w13, shared13, False),
-        (hidden, parts, w2, shared2, True),
-    ):
-        for one, is_shared in ((w, False), (shared, True)):
-            if one is not None:
-                _product(source, out, one, routing, limit=limit, act_group=act_group,
-                         second=second, shared=is_shared)  # fmt: skip
+    if shared13 is not None and shared2 is not None:
+        shared_expert(x, routing.experts, shared13, shared2, parts, limit=limit,
+                      act_group=act_group)  # fmt: skip
+    source = weave_triton(x) if _takes_woven(x, w13) else x
+    weave = _takes_woven(hidden, w2)
+    for start, out, w, second in ((source, hidden, w13, False), (hidden, parts, w2, True)):
+        _product(
+            start,
+            out,
+            w,
+            routing,
+            limit=limit,
+            act_group=act_group,
+            second=second,
+            weave=weave and not second,
+        )
     return parts

@@ -159,6 +159,8 @@ def test_stream_equals_twin(
 GROUPED = [
     pytest.param(3, 64, 32, 3, 2, 32, 32, "fp4", torch.bfloat16, id="fp4"),
     pytest.param(70, 96, 32, 2, 1, 32, 32, "fp4", torch.bfloat16, id="many"),
+    pytest.param(5, 256, 128, 2, 2, 32, 32, "fp4", torch.bfloat16, id="woven"),
+    pytest.param(1030, 256, 128, 1, 1, 128, 128, "fp4", torch.bfloat16, id="woven-long-tiles"),
     pytest.param(1030, 32, 32, 2, 1, 32, 32, "fp4", torch.bfloat16, id="long-tiles"),
     pytest.param(5, 160, 128, 3, 2, 128, 128, "fp8", torch.float32, id="fp8-float32"),
     pytest.param(5, 64, 64, 3, 2, None, 32, "plain", torch.float32, id="plain"),
