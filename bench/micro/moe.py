@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.micro.timing import BANDWIDTH, RATE, replayed_us
+from bench.micro.timing import BANDWIDTH, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_decode import LAYOUT, Layout, stream_experts
@@ -114,21 +114,6 @@ def decode(layer: Layer, name: str, rows: int, layouts: list[Layout]) -> None:
               f"bandwidth: {layout}", flush=True)  # fmt: skip
 
 
-def prefill(layer: Layer, name: str, rows: int) -> None:
-    """Time passes of many rows."""
-    x, routing = layer.rows(rows), routed(rows, layer.experts)
-    call = partial(
-        moe_triton, x, routing, layer.w13, layer.w2, *layer.shared[0],
-        limit=LIMIT, act_group=layer.block,
-    )  # fmt: skip
-    us = replayed_us([call], repeats=3)
-    inner = layer.w2.shape[-1]
-    flops = 6 * rows * (TOPK + 1) * layer.d * inner
-    rate = flops / us / 1e-6
-    print(f"{name} T={rows} {us:8.1f} us {rate / 1e12:6.1f} TFLOP/s, {rate / RATE * 100:.0f}% of "
-          f"{RATE / 1e12}", flush=True)  # fmt: skip
-
-
 def routes(rows: int) -> None:
     """Time the router."""
     d, _, experts, _ = SHAPES["v4-flash"]
@@ -156,8 +141,6 @@ def main() -> None:
     layer = Layer("v4-flash")
     for rows in (1, 64):
         decode(layer, "v4-flash", rows, [LAYOUT, *OTHERS])
-    for rows in (8192, 1024):
-        prefill(layer, "v4-flash", rows)
     for rows in (1, 64, 8192):
         routes(rows)
     if not quick:

@@ -12,6 +12,8 @@ Any storage and any floating type of x goes through here; it is also the way of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -252,20 +254,43 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
 # ---------------------------------------------------------------- launches
 
 
-def _tiling(
-    x: Tensor, act_group: int | None, woven: bool, pairs: int
-) -> tuple[int, int, dict[str, int]]:
-    """Weight rows of a block, columns per step, and what else the launch takes."""
+@dataclass(frozen=True)
+class Tiling:
+    """How a launch is cut.
+
+    Args:
+        block: weight rows of each of a program's two blocks.
+        columns: per step.
+        warps: of a program.
+        stages: of the pipeline.
+        registers: most of a thread, None for no bound.
+    """
+
+    block: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+#: FP4 weights and few pairs: bound by the reading of weights, two programs a multiprocessor.
+SHORT_FP4 = Tiling(128, CHUNK, 8, 4, 128)
+#: FP4 weights and many pairs.
+LONG_FP4 = Tiling(128, CHUNK, 8, 3)
+#: Other weights.
+OTHER = Tiling(128, 64, 8, 4)
+
+
+def _tiling(x: Tensor, act_group: int | None, woven: bool, pairs: int) -> Tiling:
+    """For rows x, hidden values rounded in groups, one of the operands woven, pairs of a tile."""
     least = act_group or 16  # a group is rounded within a block
     if INTERPRETED:
-        return max(CHUNK if woven else 32, least), CHUNK if woven else 32, {"num_warps": 4}
+        return Tiling(max(CHUNK if woven else 32, least), CHUNK if woven else 32, 4, 1)
     if x.dtype != torch.bfloat16:  # exact products on the plain cores: for tests
-        return max(32, least), 32, {"num_warps": 8, "num_stages": 1}
+        return Tiling(max(32, least), 32, 8, 1)
     if not woven:
-        return 128, 64, {"num_warps": 8, "num_stages": 4}
-    if pairs <= SHORT_TILE:  # the reading of weights bounds these: two programs a multiprocessor
-        return 128, CHUNK, {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
-    return 128, CHUNK, {"num_warps": 8, "num_stages": 3}
+        return OTHER
+    return SHORT_FP4 if pairs <= SHORT_TILE else LONG_FP4
 
 
 def _is_even(w: Matrix) -> bool:
@@ -296,8 +321,9 @@ def _product(
     n, k = w.shape[-2:]
     woven = _takes_woven(source, w)
     bn = max(16, tile_pairs(rows))
-    bm, bk, options = _tiling(source, None if second else act_group, woven or weave, bn)
-    blocks = triton.cdiv(n, 2 * bm)
+    cut = _tiling(source, None if second else act_group, woven or weave, bn)
+    blocks = triton.cdiv(n, 2 * cut.block)
+    bound = {} if cut.registers is None else {"maxnreg": cut.registers}
     data = w.data if w.kind == "plain" else w.data.view(torch.uint8)
     scale = data if w.scale is None else w.scale
     _grouped_kernel[(len(routing.tiles) * blocks,)](
@@ -317,17 +343,19 @@ def _product(
         K=k,
         WIDTH=out.shape[-1],
         SECOND=second,
-        BM=bm,
+        BM=cut.block,
         BN=bn,
-        BK=bk,
+        BK=cut.columns,
         KIND=w.kind,
         BLOCK=w.block,
         ROUND=0 if second else act_group or 0,
-        EVEN=_is_even(w) and n % (2 * bm) == 0,
+        EVEN=_is_even(w) and n % (2 * cut.block) == 0,
         WOVEN=woven,
         WEAVE=weave,
-        WARPS=options["num_warps"],
-        **options,
+        WARPS=cut.warps,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **bound,
     )
 
 

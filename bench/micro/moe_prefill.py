@@ -1,0 +1,129 @@
+"""Experts of many rows on a GPU, by how launches are cut; the router's grouping.
+
+    python -m bench.micro.moe_prefill [--quick] [--profile INDEX]
+
+V4-Flash's layer (256 FP4 experts, top 6, FP8 shared expert) and V4.1's (128 experts), rows routed at
+random. First the result is compared with the twin. Kernels are compiled by processes of their own
+beforehand, all at once. --profile makes the launches of one cut twice and times nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.micro.index import setting
+from bench.micro.moe import LIMIT, TOPK, Layer, routed
+from bench.micro.timing import BANDWIDTH, RATE, replayed_us
+from engine.kernels import moe_prefill
+from engine.kernels.moe import moe_torch, moe_triton
+from engine.kernels.moe_prefill import LONG_FP4, SHORT_FP4, Tiling
+from engine.kernels.router import group_torch, group_triton
+
+#: Rows and the cut for them; the first of each number of rows is the one in use.
+CUTS: list[tuple[int, Tiling]] = [
+    (1024, SHORT_FP4),
+    (8192, LONG_FP4),
+    (1024, Tiling(128, 128, 8, 3, 128)),
+    (1024, Tiling(128, 128, 8, 4)),
+    (1024, Tiling(128, 128, 16, 4)),
+    (8192, Tiling(128, 128, 8, 4)),
+    (8192, Tiling(128, 128, 16, 3)),
+    (8192, Tiling(128, 128, 16, 4)),
+]
+
+
+def check() -> None:
+    """Compare with the twin and say how far apart they are."""
+    layer = Layer("v4-flash", 6, 1)
+    for rows in (200, 1300):
+        x, routing = layer.rows(rows), routed(rows, 6)
+        args = x, routing, layer.w13, layer.w2, *layer.shared[0]
+        want = moe_torch(*args, limit=LIMIT, act_group=layer.block)
+        got = moe_triton(*args, limit=LIMIT, act_group=layer.block)
+        error = ((got - want).float().norm() / want.float().norm()).item()
+        same = torch.equal(got, moe_triton(*args, limit=LIMIT, act_group=layer.block))
+        print(f"{rows} rows: relative error {error:.1e}, repeats bitwise: {same}", flush=True)
+
+
+def launches(layer: Layer, rows: int) -> list[partial[None]]:
+    """The two launches of the routed experts."""
+    routing, inner = routed(rows, layer.experts), layer.w2.shape[-1]
+    hidden = torch.randn(rows * TOPK, inner, device="cuda", dtype=torch.bfloat16)
+    parts = torch.empty(rows, TOPK + 1, layer.d, device="cuda", dtype=torch.bfloat16)
+    call = partial(moe_prefill._product, routing=routing, limit=LIMIT, act_group=layer.block)
+    return [
+        partial(call, layer.rows(rows), hidden, layer.w13, second=False, weave=True),
+        partial(call, hidden, parts, layer.w2, second=True, weave=False),
+    ]
+
+
+def cuts(layer: Layer, only: list[int]) -> None:
+    """Time the launches of some cuts."""
+    for rows, cut in (CUTS[i] for i in only):
+        with setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut):
+            first, second = (replayed_us([c], repeats=3) for c in launches(layer, rows))
+        flops = 6 * rows * TOPK * layer.d * layer.w2.shape[-1]
+        nbytes = layer.w13.nbytes + layer.w2.nbytes
+        us = first + second
+        print(f"{rows} rows {first:6.0f} + {second:6.0f} us {flops / us / 1e6:4.0f} TFLOP/s "
+              f"{nbytes / us / BANDWIDTH * 1e8:3.0f}% read: {cut}", flush=True)  # fmt: skip
+
+
+def whole(layer: Layer, name: str, rows: int) -> None:
+    """Time all launches of a layer's experts."""
+    args = layer.rows(rows), routed(rows, layer.experts), layer.w13, layer.w2, *layer.shared[0]
+    us = replayed_us([partial(moe_triton, *args, limit=LIMIT, act_group=layer.block)], repeats=3)
+    rate = 6 * rows * (TOPK + 1) * layer.d * layer.w2.shape[-1] / us / 1e-6
+    print(f"{name} T={rows} {us:8.1f} us {rate / 1e12:6.1f} TFLOP/s, {rate / RATE * 100:.0f}% of "
+          f"{RATE / 1e12}", flush=True)  # fmt: skip
+
+
+def groupings(rows: int, experts: int) -> None:
+    """Time the sorting of pairs by expert, as twin and as kernels."""
+    chosen: Tensor = routed(rows, experts).experts
+    for name, group in (("torch", group_torch), ("kernels", group_triton)):
+        us = replayed_us([partial(group, chosen, experts)] * 4, repeats=5)
+        print(f"group {rows} rows, {name}: {us:.1f} us", flush=True)
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only the cuts in use")
+    parser.add_argument("--profile", type=int, help="one cut, without timing")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    if given.profile is not None:
+        rows, cut = CUTS[given.profile]
+        with setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut):
+            for call in launches(Layer("v4-flash", 256 if rows > 1024 else 64, 1), rows) * 2:
+                call()
+        torch.cuda.synchronize()
+        return
+    only = list(range(2 if given.quick else len(CUTS)))
+    compilers = [
+        subprocess.Popen([sys.executable, "-m", __spec__.name, "--profile", str(i)]) for i in only
+    ]
+    check()
+    if any(compiler.wait() for compiler in compilers):
+        raise SystemExit("a cut could not be run: see above")
+    layer = Layer("v4-flash", shared=1)
+    for rows in (1024, 2048, 8192, 16384):
+        whole(layer, "v4-flash", rows)
+    cuts(layer, only)
+    for rows in (1024, 8192):
+        groupings(rows, layer.experts)
+    del layer
+    layer = Layer("v41", shared=1)
+    for rows in (1024, 8192):
+        whole(layer, "v41", rows)
+
+
+if __name__ == "__main__":
+    main()
