@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.grouping import count_groups
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import dot, tl, triton
 
@@ -450,13 +451,14 @@ def _product_shape(rows: int) -> tuple[int, int, int, int]:
 
 
 def group_triton(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_torch`; one launch up to DECODE_ROWS rows."""
+    """As `group_torch`; one launch up to DECODE_ROWS rows, else three."""
     rows, k = experts.shape
-    if rows > DECODE_ROWS:
-        return group_torch(experts, num_experts)
     pairs, most = rows * k, most_tiles(rows, k, num_experts)
-    padded = triton.next_power_of_2(pairs)
+    padded = triton.next_power_of_2(pairs) if rows <= DECODE_ROWS else 1
     order, tiles, num_tiles, scratch = _ints(experts.device, pairs, 3 * most, 1, padded)
+    if rows > DECODE_ROWS:
+        count_groups(experts.contiguous(), num_experts, order, tiles, num_tiles, tile_pairs(rows))
+        return order, tiles.view(most, 3), num_tiles
     _group_kernel[(1,)](
         experts.contiguous(), order, tiles, num_tiles, scratch, pairs, most,
         E=num_experts, PAIRS=padded, TILE=tile_pairs(rows), num_warps=4,
@@ -477,7 +479,7 @@ def route_triton(
     image_bias: Tensor | None = None,
     scoring: Scoring = "sqrtsoftplus",
 ) -> Routing:
-    """As `route_torch`: one launch up to eight rows, two up to DECODE_ROWS.
+    """As `route_torch`: one launch up to eight rows, two up to DECODE_ROWS, else five.
 
     Raises:
         RuntimeError: the first call on a device is under capture.
@@ -538,5 +540,5 @@ def route_triton(
         )
     experts = experts.view(count, k)
     if not decode:
-        return Routing(experts, weights, *group_torch(experts, num_experts))
+        count_groups(experts, num_experts, order, tiles, num_tiles, tile_pairs(count))
     return Routing(experts, weights, order, tiles.view(most, 3), num_tiles)

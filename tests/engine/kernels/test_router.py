@@ -83,6 +83,7 @@ def test_twin_is_the_reference(rows: int) -> None:
         [[0, 1]] * 7 + [[-1, -1]] + [[1, 0]] * 8,
         [[i % 5, 5 + i % 3] for i in range(DECODE_ROWS + 70)],
         [[i % 7, 7] for i in range(SHORT_ROWS + 3)],
+        [[i * i % 7, 7] if i % 3 else [-1, -1] for i in range(8300)],
     ],
 )
 @pytest.mark.parametrize("group", [group_torch, group_triton])
