@@ -1,4 +1,7 @@
-"""What a decode step must read at least: each weight once, of the experts those it is routed to."""
+"""Bounds: what a decode step must read at least, and what a prompt must compute.
+
+A step reads each weight once, of the experts those that it is routed to.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +74,21 @@ def bound_ms(
             kv += visible if layer.index_source is None else min(visible, c.index_topk)
     nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
     return nbytes / READ_BANDWIDTH * 1e3
+
+
+def prompt_flops(config: ModelConfig, weights: PackedWeights, length: int) -> float:
+    """Floating-point operations of a prompt: products with weights, and attention."""
+    c = config
+    total = 0.0
+    for layer, own in zip(c.layers, weights.layers, strict=True):
+        a, m = own.attn, own.moe
+        matrices = (a.wq_a_wkv, a.wq_b, a.wo_a, a.wo_b, m.shared13, m.shared2)
+        dense = sum(w.shape[-1] * w.shape[-2] for w in matrices)
+        routed = c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size
+        keys = float(min(length, c.sliding_window))
+        if layer.ratio:
+            visible = length / layer.ratio / 2
+            keys += visible if layer.index_source is None else min(visible, c.index_topk)
+        attention = 4 * c.num_attention_heads * c.head_dim * keys
+        total += length * (2 * (dense + routed) + attention)
+    return total

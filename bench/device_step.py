@@ -19,18 +19,19 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.bound import bound_ms, experts_touched
+from bench.bound import bound_ms, experts_touched, prompt_flops
 from bench.geometries import geometry
 from bench.rows import make_rows, spread, write_rows
 from engine.api import PrefillMode
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_narrowings, build_rows
+from engine.kernels.feed import feed_torch, feed_triton
 from engine.kernels.ops import Implementation
 from engine.kernels.rows import Rows
 from engine.model.fast import random_fast_model
@@ -98,15 +99,8 @@ class Bench:
 
     def time_steps(self, rows: Rows, repeats: int, steps: int) -> tuple[list[float], int]:
         """Milliseconds of a step, one figure per repeat, and the kernels of one step."""
-        ids = torch.zeros_like(rows.ids)
-
-        def step() -> None:
-            logits = self.model.decode(rows, self.pool)
-            ids.copy_(logits.argmax(-1))
-            rows.ids.copy_(ids)
-            rows.positions.add_(1)
-            rows.starts.add_(1)
-
+        rows = dataclasses.replace(rows, starts=rows.positions)
+        step = self._step(rows)
         run = step
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -122,7 +116,6 @@ class Bench:
         found = []
         for repeat in range(repeats + 2):
             rows.positions.copy_(start)
-            rows.starts.copy_(start)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(steps):
@@ -133,29 +126,34 @@ class Bench:
                 found.append(begin.elapsed_time(end) / steps)
         return found, self._count_kernels(run)
 
+    def _step(self, rows: Rows) -> Callable[[], None]:
+        """The engine's step: decode, draw (greedily, no token ruled out), hand the tokens on."""
+        count, words = rows.num_rows, -(-self.config.vocab_size // 32)
+        slots = rows.slots.index_select(0, rows.seq)
+        feed = feed_triton if self.model.ops.name == "triton" else feed_torch
+        with torch.device("cuda"):
+            temperature, top_p = torch.zeros(count), torch.ones(count)
+            seeds, index = torch.zeros(count, dtype=torch.int64), torch.zeros_like(rows.positions)
+            mask = torch.full((count, words), -1, dtype=torch.int32)
+            forced = torch.full((count,), -1, dtype=torch.int32)
+            results = torch.zeros(2, count, dtype=torch.int64)
+            half = torch.zeros(1, dtype=torch.int64)
+
+        def step() -> None:
+            logits = self.model.decode(rows, self.pool)
+            drawn, usable = self.model.ops.sample(
+                logits, temperature, top_p, seeds, index, mask=mask, forced=forced
+            )
+            feed(drawn, usable, slots, rows.ids, rows.positions, index, results, half)
+
+        return step
+
     def _count_kernels(self, run: Any) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
             run()
             torch.cuda.synchronize()
         self.trace = trace
         return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
-
-    def prompt_flops(self, length: int) -> float:
-        """Floating-point operations of a prompt: products with weights, and attention."""
-        c, w = self.config, self.model.weights
-        total = 0.0
-        for layer, lw in zip(c.layers, w.layers, strict=True):
-            a, m = lw.attn, lw.moe
-            shared = sum(x.shape[-1] * x.shape[-2] for x in (m.shared13, m.shared2))
-            dense = sum(x.shape[-1] * x.shape[-2] for x in (a.wq_a_wkv, a.wq_b, a.wo_a, a.wo_b))
-            routed = c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size
-            keys = min(length, c.sliding_window)
-            if layer.ratio:
-                visible = length / layer.ratio / 2
-                keys += visible if layer.index_source is None else min(visible, c.index_topk)
-            attention = 4 * c.num_attention_heads * c.head_dim * keys
-            total += length * (2 * (dense + routed + shared) + attention)
-        return total
 
     def profile_prompt(self, length: int, chunk: int, limit: int) -> None:
         """Print the kernels of one prompt."""
@@ -252,7 +250,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             repeats = max(1, args.repeats * 16384 // max(length, 16384))
             times = bench.time_prompt(length, args.chunk, repeats, modes)
             base = statistics.median(times[modes[0]])
-            flops = bench.prompt_flops(length)
+            flops = prompt_flops(bench.config, bench.model.weights, length)
             for prefill, values in times.items():
                 found = spread(values)
                 row = {
@@ -292,6 +290,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "ms_step": found,
                     "tok_s": round(batch * 1e3 / found["median"], 1),
                     "kernels": kernels,
+                    "kernels_per_layer": round(kernels / bench.config.num_hidden_layers, 1),
                     "experts_touched": touched,
                     "bound_ms": round(bound, 4),
                     "bound_share": round(bound / found["median"], 3),

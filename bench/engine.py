@@ -24,7 +24,7 @@ import argparse
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -34,7 +34,7 @@ from bench.bound import bound_ms, experts_touched
 from bench.geometries import geometry
 from bench.rows import make_rows, percentile, spread, write_rows
 from engine import TINY_CHECKPOINT
-from engine.api import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from engine.api import FinishReason, GenerateRequest, PrefillMode, SamplingParams, TokenDelta
 from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
@@ -44,6 +44,7 @@ from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
 from engine.options import EngineConfig
+from engine.plan.replay import Replay, tail_of
 from engine.plan.step import Chunk
 
 BLOCK = 256
@@ -62,6 +63,7 @@ class Engine:
         streams: most requests at once.
         chunk: most rows of a step; `mixed` of a step that has streams.
         tokens: positions that the pool has room for.
+        tail_buckets: rows of prompts' tails to capture, where the model has a tail.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         chunk: int,
         mixed: int,
         tokens: int,
+        tail_buckets: Sequence[int] = (),
     ) -> None:
         begin = time.perf_counter()
         options = EngineConfig(
@@ -103,6 +106,7 @@ class Engine:
             dtype=model.dtype,
             ring_history=True,
         )
+        self.tail = tail_of(config)
         self.runner = FastRunner(
             model,
             pool,
@@ -110,9 +114,11 @@ class Engine:
             max_model_len=context,
             max_num_seqs=streams,
             captures=device == "cuda" and mode != "eager",
+            tail=self.tail,
+            tail_buckets=tail_buckets,
         )
         captured = time.perf_counter()
-        if mode == "fused":
+        if mode == "fused" or tail_buckets:
             self.runner.warm_up(chunk)
         self.start: dict[str, Any] = {
             "weights_s": round(drawn - begin, 2),
@@ -131,6 +137,7 @@ class Engine:
             self.start["held_over_planned"] = round(held / planned, 4)
         self._time_waits()
         self._options, self._context = options, context
+        self.chunk = chunk
         self.use_prefix_cache(True)
         self._draw = random.Random(0)
         self._vocab = config.vocab_size
@@ -174,18 +181,20 @@ class Engine:
     def use_prefix_cache(self, on: bool) -> None:
         """Begin anew over the same memory, with or without a prefix cache."""
         options = dataclasses.replace(self._options, prefix_cache=on)
-        self.core = EngineCore(self.runner, options, max_position_embeddings=self._context)
+        self.core = EngineCore(
+            self.runner, options, max_position_embeddings=self._context, replay=Replay(self.tail)
+        )
 
     def ids(self, count: int) -> tuple[int, ...]:
         """Random ids."""
         return tuple(self._draw.randrange(self._vocab) for _ in range(count))
 
-    def submit(self, ids: tuple[int, ...], new: int) -> str:
+    def submit(self, ids: tuple[int, ...], new: int, prefill: PrefillMode | None = None) -> str:
         """Submit a request and give its id."""
         self._made += 1
         name = f"r{self._made}"
         sampling = SamplingParams(new, temperature=0.0, ignore_eos=True)
-        self.core.submit(GenerateRequest(name, ids, sampling))
+        self.core.submit(GenerateRequest(name, ids, sampling, prefill=prefill))
         return name
 
     def run(self, note: Callable[[TokenDelta, float], None]) -> None:
