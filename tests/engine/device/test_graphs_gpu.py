@@ -34,7 +34,7 @@ def exact_products() -> Iterator[None]:
 
 
 #: The twins come first: they need no compilation and show what is wrong with graphs and streams.
-MODES = [("v41", "torch"), ("v4", "torch"), ("v41", "triton"), ("v4", "triton")]
+MODES = [("v41", "torch"), ("v4", "torch"), ("v4", "triton"), ("v41", "triton")]
 
 
 @pytest.fixture(scope="module", params=MODES, ids="-".join)
@@ -77,18 +77,27 @@ def tensors(runner: FastRunner) -> dict[str, Tensor]:
     return {**runner._pool.named_tensors(), **runner._buffers.tensors()}
 
 
-def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, tuple[int, float]]:
-    """By name, in how many numbers two sets of tensors differ and by how much at most."""
-    return {
-        name: (int((a[name] != b[name]).sum()), float((a[name] - b[name]).abs().max()))
-        for name in a
-        if not torch.equal(a[name], b[name])
-    }
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that a NaN equals itself."""
+    integers = {4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.itemsize])
+
+
+def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Any]:
+    """By name, in how many numbers two sets of tensors differ, the first places, and values there."""
+    found: dict[str, Any] = {}
+    for name in a:
+        differing = bits(a[name]) != bits(b[name])
+        if differing.any():
+            places = differing.nonzero()[:3].tolist()
+            pairs = [(float(a[name][tuple(p)]), float(b[name][tuple(p)])) for p in places]
+            found[name] = (int(differing.sum()), places, pairs)
+    return found
 
 
 def test_gpu_equals_the_reference_on_the_cpu(core: EngineCore, checkpoint: Path) -> None:
     """In float32 a random load gets the tokens and log-probabilities that the CPU gives it."""
-    load = requests(random.Random(3), 24)
+    load = requests(random.Random(3), 16)
     cpu = make(checkpoint, device="cpu", cpu_threads=4)
 
     assert same(run(core, load), run(cpu, load), load, atol=2e-3)
@@ -113,7 +122,7 @@ def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
         sampling = SamplingParams(90, temperature=number % 2, top_p=0.9, seed=number)
         core.submit(GenerateRequest(str(number), ids, sampling))
     for _ in range(20):
-        core.step()
+        assert not [delta.error for delta in core.step() if delta.error]
     torch.cuda.synchronize()
 
     with torch.inference_mode():
@@ -133,6 +142,7 @@ def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
                 "called twice",
             )
             assert not (differing := differences(replayed, called)), (bucket, differing)
+            assert called["logits"].isfinite().all(), bucket
             assert not torch.equal(start["ids"], called["ids"])
     runner._forget()
     for number in range(8):
@@ -141,7 +151,7 @@ def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
 
 def test_lookahead_changes_no_token(core: EngineCore) -> None:
     """With and without steps launched ahead, a load gets the same."""
-    load = requests(random.Random(4), 40)
+    load = requests(random.Random(4), 24)
     runner = runner_of(core)
     core._scheduler.prefix.clear()
     before = runner.num_ahead
@@ -155,11 +165,12 @@ def test_lookahead_changes_no_token(core: EngineCore) -> None:
     assert same(got, want, load, 1e-5)
 
 
-def test_a_thousand_requests(core: EngineCore) -> None:
+def test_many_requests(core: EngineCore, mode: tuple[str, str]) -> None:
     """Of 1,000 requests under load with random aborts none is lost and all memory comes back."""
     draw = random.Random(9)
     load = []
-    for number in range(1000):
+    count = 1000 if mode[1] == "triton" else 60  # the twins take many launches for a prompt
+    for number in range(count):
         prompt = tuple(draw.randrange(288) for _ in range(draw.randint(1, 60)))
         sampling = SamplingParams(
             draw.randint(1, 20), temperature=draw.choice((0.0, 1.0)), seed=number
@@ -173,7 +184,7 @@ def test_a_thousand_requests(core: EngineCore) -> None:
     got = run(core, load)
 
     aborted = {request.id for request, _, abort in load if abort}
-    assert len(got) == 1000
+    assert len(got) == count
     for request, _, _ in load:
         if request.id not in aborted:
             assert got[request.id].reason is FinishReason.LENGTH
