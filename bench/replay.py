@@ -137,7 +137,7 @@ class Replay:
 
         def eager(flow: Flow, to: Narrowing) -> Flow:
             state = Pass(to.rows, pool, written=first)  # type: ignore[arg-type]
-            return model.run_tail(first, flow.select(to.kept), state)  # type: ignore[attr-defined, no-any-return]
+            return model.run_tail(first, flow.narrow(to), state)  # type: ignore[attr-defined, no-any-return]
 
         def both(flow: Flow, to: Narrowing) -> Flow | None:
             times: dict[str, list[tuple[float, float]]] = {"eager": [], "graph": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 from engine.kernels.rows import Narrowing, Rows
 from engine.plan.replay import Stage
 from engine.plan.step import Chunk
+
+Ints = NDArray[np.int64]
 
 
 def build_rows(
@@ -81,42 +84,78 @@ def build_narrowings(
     device = rows.positions.device
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
-    found: list[Narrowing] = []
+    cuts: list[_Cut] = []
     firsts = starts  # of each chunk, as the stage before has it
     for stage in stages:
-        before, base = firsts, np.cumsum(ends - firsts) - (ends - firsts)
+        cuts.append(_cut(stage, firsts, ends, chunks, rows.tables.shape[1]))
         firsts = np.array(stage.firsts, np.int64)
-        lengths = ends - firsts
-        left = np.flatnonzero(lengths)
-        offsets = [base[c] + np.arange(firsts[c], ends[c]) - before[c] for c in left]
-        positions = [np.arange(firsts[c], ends[c]) for c in left]
-        counts = lengths[left].astype(np.int32)
-        at = np.cumsum(counts, dtype=np.int32) - counts
-        small = {
-            "positions": np.concatenate((*positions, firsts[:0])).astype(np.int32),
-            "seq": np.repeat(np.arange(len(left), dtype=np.int32), counts),
-            "starts": firsts[left].astype(np.int32),
-            "first": at,
-            "lengths": counts,
-            "floors": np.array(stage.floors, np.int32)[left],
-        }
-        large = {"kept": np.concatenate((*offsets, firsts[:0])), "left": left.astype(np.int64)}
-        placed = _put(small, device) | _put(large, device)
-        kept, chosen = placed.pop("kept"), placed.pop("left")
-        narrowed = Rows(
-            **placed,
-            ids=(found[-1].rows if found else rows).ids.index_select(0, kept),
-            slots=rows.slots.index_select(0, chosen),
-            tables=rows.tables.index_select(0, chosen),
-            block_size=rows.block_size,
-            max_length=int(counts.max(initial=0)),
-            max_end=rows.max_end,
-            spans=tuple(zip(at.tolist(), counts.tolist(), firsts[left].tolist(), strict=True)),
-        )
-        found.append(Narrowing(stage.layer, kept, narrowed))
     last = np.cumsum(ends - firsts) - 1
     wanted = [last[i] for i, c in enumerate(chunks) if c.wants_logits and ends[i] > firsts[i]]
-    return tuple(found), _put({"wanted": np.array(wanted, np.int64)}, device)["wanted"]
+    # All stages in one transfer: late layers may have one each.
+    small = {
+        f"{name}.{i}": array for i, cut in enumerate(cuts) for name, array in cut.small.items()
+    }
+    large = {
+        f"{name}.{i}": array for i, cut in enumerate(cuts) for name, array in cut.large.items()
+    }
+    placed = _put({"": starts[:0].astype(np.int32), **small}, device)
+    placed |= _put({"wanted": np.array(wanted, np.int64), **large}, device)
+    found = []
+    for i, (stage, cut) in enumerate(zip(stages, cuts, strict=True)):
+        own = {name: placed[f"{name}.{i}"] for name in (*cut.small, *cut.large)}
+        kept = own.pop("kept")
+        narrowed = Rows(
+            **own,
+            block_size=rows.block_size,
+            max_length=int(cut.small["lengths"].max(initial=0)),
+            max_end=rows.max_end,
+            spans=cut.spans,
+        )
+        found.append(Narrowing(stage.layer, kept, narrowed, cut.run))
+    return tuple(found), placed["wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A stage's rows, laid out on the host: int32 arrays, int64 arrays, and two of Rows' fields."""
+
+    small: dict[str, NDArray[Any]]
+    large: dict[str, NDArray[Any]]
+    spans: tuple[tuple[int, int, int], ...]
+    run: tuple[int, int] | None
+
+
+def _cut(stage: Stage, before: Ints, ends: Ints, chunks: Sequence[Chunk], table_width: int) -> _Cut:
+    """Lay out what a stage leaves of chunks whose rows begin at positions `before`."""
+    base = np.cumsum(ends - before) - (ends - before)
+    firsts = np.array(stage.firsts, np.int64)
+    lengths = ends - firsts
+    left = np.flatnonzero(lengths)
+    counts = lengths[left].astype(np.int32)
+    at = np.cumsum(counts, dtype=np.int32) - counts
+    kept = np.concatenate((firsts[:0], *(base[c] + np.arange(firsts[c], ends[c]) - before[c] for c in left)))  # fmt: skip
+    tables = np.zeros((len(left), table_width), np.int32)
+    for row, c in enumerate(left):
+        tables[row, : len(chunks[c].block_ids)] = chunks[c].block_ids
+    positions = np.concatenate((firsts[:0], *(np.arange(firsts[c], ends[c]) for c in left)))
+    small = {
+        "positions": positions.astype(np.int32),
+        "seq": np.repeat(np.arange(len(left), dtype=np.int32), counts),
+        "slots": np.array([chunks[c].slot for c in left], np.int32),
+        "starts": firsts[left].astype(np.int32),
+        "first": at,
+        "lengths": counts,
+        "tables": tables,
+        "floors": np.array(stage.floors, np.int32)[left],
+    }
+    ids = [t for c in left for t in chunks[c].token_ids[firsts[c] - chunks[c].start :]]
+    together = len(kept) and kept[-1] - kept[0] + 1 == len(kept)
+    return _Cut(
+        small,
+        {"ids": np.array(ids, np.int64), "kept": kept},
+        tuple(zip(at.tolist(), counts.tolist(), firsts[left].tolist(), strict=True)),
+        (int(kept[0]), int(kept[-1]) + 1) if together else None,
+    )
 
 
 def _put(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

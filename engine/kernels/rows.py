@@ -75,8 +75,16 @@ class Narrowing:
         layer: the first layer with these rows.
         kept: int64 [T'], which rows of the pass before are left.
         rows: they; T' may be 0, then the pass ends there.
+        run: the first of them and the one after the last, where they lie together.
     """
 
     layer: int
     kept: Tensor
     rows: Rows
+    run: tuple[int, int] | None = None
+
+    def take(self, of_rows: Tensor) -> Tensor:
+        """Give what is left of a tensor by row; a view where the rows lie together."""
+        if self.run is not None:
+            return of_rows[self.run[0] : self.run[1]]
+        return of_rows.index_select(0, self.kept)

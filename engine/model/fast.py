@@ -29,7 +29,6 @@ from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
 from engine.kernels.mhc import HcIn
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
-from engine.kernels.roundtrip import Form
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.engram import Ints, NgramHash, fold_table
@@ -45,6 +44,7 @@ from engine.model.packed import (
 )
 from engine.model.placement import Placement
 from engine.model.v4 import frequencies
+from engine.plan.records import forms_of
 
 if TYPE_CHECKING:
     from engine.device.kvpool import KVPool
@@ -124,8 +124,18 @@ class Flow:
 
     def select(self, rows: Tensor) -> Flow:
         """Keep some rows, int64 [N]."""
-        parts = self.parts.index_select(0, rows)
-        return Flow(self.streams.index_select(0, rows), parts, _select_site(self.site, rows))
+        return self._take(lambda tensor: tensor.index_select(0, rows))
+
+    def narrow(self, to: Narrowing) -> Flow:
+        """Go on with fewer rows."""
+        return self._take(to.take)
+
+    def _take(self, take: Callable[[Tensor], Tensor]) -> Flow:
+        old = self.site
+        x = take(old.x)
+        xq = x if old.xq is old.x else take(old.xq)
+        site = HcIn(x, xq, take(old.pre), take(old.post), take(old.comb))
+        return Flow(take(self.streams), take(self.parts), site)
 
 
 #: Runs the layers from a narrowing on, given the flow of all rows; None where it does not.
@@ -168,12 +178,7 @@ class FastModel:
         v41 = config.is_v41
         group = config.weight_block_size or (32 if v41 else 128)
         self.act_group = group if round_trips else None
-        forms: tuple[Form, Form, Form] = ("fp8_64_tail", "fp8_64_tail", "hadamard_fp4_32")
-        if v41:
-            forms = ("fp8_32", "fp4_e4m3_16", "fp4_32")
-        if not round_trips:
-            forms = ("none", "none", "none")
-        self.window_form, self._entry_form, self._index_form = forms
+        self.forms = forms_of(is_v41=v41, is_quantised=round_trips)
         self._mixing: dict[str, Any] = {
             "eps": config.rms_norm_eps,
             "hc_eps": config.hc_eps,
@@ -291,7 +296,7 @@ class FastModel:
                         flow = done
                         yield flow
                         break
-                flow = flow.select(stage.kept)
+                flow = flow.narrow(stage)
                 state.narrow(stage)
                 if not stage.rows.num_rows:
                     yield flow
@@ -348,6 +353,7 @@ class FastModel:
                 rope=self._rope[1],
                 form=one.form,
                 pool=one.pool,
+                dtype=self.dtype,
                 want_latent=not number and self._wants_latent(w),
                 store=True,
             )
@@ -439,9 +445,9 @@ class FastModel:
         compressors = self._compressors(layer, w, extras, state) if writes else []
         kept = state.held is None
         k_rows, latent, chooser = k.attention_inputs(
-            WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.window_form),
+            WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.forms.window),
             compressors,
-            QueryInput(index_q[0], c.index_head_dim, self._index_form) if index_q else None,
+            QueryInput(index_q[0], c.index_head_dim, self.forms.index) if index_q else None,
             rope,
             rows,
             ratio=layer.ratio,
@@ -470,6 +476,8 @@ class FastModel:
             head_norm_eps=None if c.is_v41 else c.rms_norm_eps,
             window=c.sliding_window,
             scale=self._scale,
+            window_form=self.forms.window,
+            entry_form=self.forms.entries,
         )
         if not rows.is_decode or state.held is not None:
             state.store(partial(k.store_window, k_rows, rows, ring))
@@ -502,7 +510,7 @@ class FastModel:
                     a.compressor.ape,
                     pool.state.get(at),
                     a.compressor.norm,
-                    self._entry_form,
+                    self.forms.entries,
                     pool.entries[at],
                 )
             )
@@ -514,7 +522,7 @@ class FastModel:
                     own.ape,
                     pool.index_state[at],
                     own.norm,
-                    self._index_form,
+                    self.forms.index,
                     pool.index_keys[at],
                 )
             )
@@ -549,7 +557,7 @@ class FastModel:
             state.rows,
             state.pool.index_keys[layer.index],
             ratio=layer.ratio,
-            form=self._index_form,
+            form=self.forms.index,
         )
 
     def _choose(self, layer: Layer, q: Tensor | None, head_weights: Tensor, state: Pass) -> None:
@@ -564,6 +572,7 @@ class FastModel:
             state.rows,
             ratio=layer.ratio,
             topk=c.index_topk,
+            key_form=self.forms.index,
             candidates=state.candidates if layer.reads_candidates else None,
             candidate_group=c.candidate_block_size,
             candidate_topk=c.candidate_topk_blocks if layer.builds_candidates else 0,
@@ -726,10 +735,3 @@ def _placement(
 ) -> Placement:
     where = torch.device(device)
     return Placement(slots, device=where, pin=where.type == "cuda", host_bytes=host_bytes)
-
-
-def _select_site(site: HcIn, rows: Tensor) -> HcIn:
-    x = site.x.index_select(0, rows)
-    xq = x if site.xq is site.x else site.xq.index_select(0, rows)
-    pre, post, comb = (t.index_select(0, rows) for t in (site.pre, site.post, site.comb))
-    return HcIn(x, xq, pre, post, comb)
