@@ -1,8 +1,8 @@
 """`bathyal engine audit`: what each part of the engine gains on the user's own machine.
 
 Every variant is the engine as configured with one switch turned over, so that a row says what that
-part is worth here: graphs, fused kernels, lookahead, prefix cache, replay of prompts. Each is loaded
-alone, warmed up, and given the same prompts (random ids, or ids from a file), cold and then warm:
+part is worth here: graphs, fused kernels, lookahead, prefix cache, replay of prompts and graphs of
+their tails. Each is loaded alone, warmed up, and given the same prompts (random ids, or ids from a file), cold and then warm:
 the same prompts with a new end, as an agent's next turn has. Written to a folder: report.md with the
 tables, audit.json with every number, one SVG plot per figure.
 """
@@ -110,6 +110,11 @@ def variants(
         for mode in ("off", "exact", "bounded"):
             if mode != options.prefill:
                 found[f"prefill {mode}"] = turned(prefill=mode)
+        if fast and options.graphs is not False and _on_gpu(options):
+            # To be compared with bounded, which has them unless they were switched off.
+            on = options.tail_graphs is False
+            name = f"prefill bounded, tail graphs {'on' if on else 'off'}"
+            found[name] = turned(prefill="bounded", tail_graphs=on)
     return found
 
 

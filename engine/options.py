@@ -22,6 +22,8 @@ GPU_BATCHED_TOKENS = 8192
 GPU_MIXED_TOKENS = 1024
 #: Rows of decode steps that the fast runner prepares; others run in the next larger one.
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+#: Rows of prompts' tails that are captured where tails are; measured, see docs/bounded-replay.md.
+TAIL_BUCKETS = (128, 256, 384, 512, 768, 1024)
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
 
@@ -162,6 +164,12 @@ class EngineConfig:
         "how prompts of requests that do not say are processed: by every layer whole (off), or by"
         " late layers only as far as their end needs it (exact, bounded), where the model can",
         choices=PREFILL_MODES,
+    )
+    tail_graphs: bool | None = _option(
+        None,
+        "whether the late layers of bounded prompts run as CUDA graphs, by rows; left open: where"
+        " decode steps are captured and prefill is bounded",
+        resolvable=True,
     )
     # Each is as large as a request's own state; three or four per conversation are in use. Blocks
     # that only the cache holds need no room of their own: they are given up when needed.

@@ -17,6 +17,7 @@ from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
+from engine.plan.replay import tail_of
 
 #: Values that say "left open".
 _OPEN = ("auto", None)
@@ -33,6 +34,7 @@ class Facts:
         context: positions of the model.
         only_fast: why no other runner than the fast one serves it; None where one does.
         eager: why decode steps are not captured; None where they can be.
+        eager_tails: why late layers of prompts are not; None where they can be.
     """
 
     gpu: str | None
@@ -41,6 +43,7 @@ class Facts:
     context: int
     only_fast: str | None = None
     eager: str | None = None
+    eager_tails: str | None = None
 
 
 def facts_of(
@@ -68,7 +71,10 @@ def facts_of(
         eager = "routing is recorded"
     elif found.slots and found.uses_disk:
         eager = "experts are read from files"
-    return Facts(gpu, cores, weight_bytes, config.max_position_embeddings, only_fast, eager)
+    tails = eager or ("experts are paged" if found.slots else None)
+    if not isinstance(config, ModelConfig) or tail_of(config) is None:
+        tails = "no layers can leave rows out"
+    return Facts(gpu, cores, weight_bytes, config.max_position_embeddings, only_fast, eager, tails)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,10 @@ def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]
     yield "runner", "fast" if fast else "reference", facts.only_fast or why
     yield "kernels", "triton" if on_gpu else "torch", why
     yield "graphs", on_gpu and facts.eager is None, facts.eager or why
+    mode, runner = so_far.get("prefill"), so_far.get("runner")
+    wanted = mode == "bounded" and runner == "fast" and bool(so_far.get("graphs"))
+    reason = facts.eager_tails or f"prefill is {mode}, {why}"
+    yield "tail_graphs", wanted and facts.eager_tails is None, reason
     options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
     yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why
     rows = so_far.get("max_batched_tokens")

@@ -14,6 +14,7 @@ from engine.config import ModelConfig
 from engine.expert_paging import problems
 from engine.memory import container_memory
 from engine.options import EngineConfig
+from engine.plan.replay import tail_problems
 
 #: Oldest GPUs whose units know FP8, which the kernels convert from.
 LEAST_CAPABILITY = (8, 9)
@@ -89,6 +90,8 @@ def check_fast(
             found.check(power, f"config.json: {name}", seen=side, accepted="a power of two")
     if options.graphs:
         found.check(gpu is not None, "graphs on", seen="the CPU", accepted="an NVIDIA GPU")
+    if options.tail_graphs:
+        _check_tails(found, config, options, gpu)
     if gpu is not None and fused:
         seen = f"{gpu.name} with {'.'.join(map(str, gpu.capability))}"
         least = ".".join(map(str, LEAST_CAPABILITY))
@@ -107,5 +110,22 @@ def check_fast(
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     if options.record_routing is not None and options.graphs:
         found.check(False, "graphs", seen="on beside record_routing", accepted="off")
+    if options.record_routing is not None and options.tail_graphs:
+        found.check(False, "tail_graphs", seen="on beside record_routing", accepted="off")
     found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
     found.raise_all("the fast runner")
+
+
+def _check_tails(
+    found: Refusals, config: AnyConfig, options: EngineConfig, gpu: Gpu | None
+) -> None:
+    """Note why a prompt's tail cannot be captured."""
+    found.check(gpu is not None, "tail_graphs on", seen="the CPU", accepted="an NVIDIA GPU")
+    why = ["every layer of this model processes every row"]
+    if isinstance(config, ModelConfig):
+        why = list(tail_problems(config))
+    accepted = "a model whose late layers can leave rows out"
+    found.check(not why, "tail_graphs on", seen="; ".join(why), accepted=accepted)
+    # Which experts a pass of a hundred rows needs is read on the host.
+    paged = options.expert_slots is not None or options.expert_slots_file is not None
+    found.check(not paged, "tail_graphs on", seen="paged experts", accepted="all experts resident")

@@ -34,6 +34,23 @@ def test_each_variant_turns_one_switch() -> None:
             assert len(changed) == 1
 
 
+@pytest.mark.parametrize("switched", [None, True, False])
+def test_graphs_of_tails_are_a_switch(
+    switched: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU bounded is measured with and without them, where the model has a tail."""
+    monkeypatch.setattr("engine.audit._on_gpu", lambda options: True)
+    options = EngineConfig(device="cuda", runner="fast", tail_graphs=switched)
+    name = f"prefill bounded, tail graphs {'on' if switched is False else 'off'}"
+
+    found = variants(options, has_tail=True)
+    assert found[name] == dataclasses.replace(
+        found["prefill bounded"], tail_graphs=switched is False
+    )
+    assert name not in variants(options, has_tail=False)
+    assert name not in variants(dataclasses.replace(options, graphs=False), has_tail=True)
+
+
 def test_report_has_every_variant(checkpoint: Path, tmp_path: Path) -> None:
     """Tables, plots and numbers of all variants; replay's approximation shows, the cache's rounding too."""
     result = audit(checkpoint, OPTIONS, LOAD, say=lambda line: None)

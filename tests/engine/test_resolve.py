@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -34,6 +35,7 @@ def test_every_value_says_where_it_comes_from() -> None:
         "num_blocks = 512 (65,536 positions, one context or 65,536)",
         "prefix_cache = on (default)",
         "prefill = off (default)",
+        "tail_graphs = off (prefill is off, device is cuda)",
         "max_snapshots = 64 (default)",
         "expert_slots = None (default)",
         "expert_slots_file = None (default)",
@@ -42,6 +44,35 @@ def test_every_value_says_where_it_comes_from() -> None:
         "record_routing = None (default)",
         "cpu_threads = 15 (16 cores, 9,000 MB of weights)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "value", "why"),
+    [
+        ({"prefill": "bounded"}, GPU, True, "prefill is bounded, device is cuda"),
+        ({"prefill": "exact"}, GPU, False, "prefill is exact, device is cuda"),
+        ({"prefill": "bounded", "graphs": False}, GPU, False, "prefill is bounded, device is cuda"),
+        ({"prefill": "bounded", "runner": "fast"}, CPU, False, "prefill is bounded, device is cpu"),
+        ({"prefill": "bounded", "runner": "reference"}, GPU, False, "prefill is bounded, device is cuda"),
+        (
+            {"prefill": "bounded"},
+            dataclasses.replace(GPU, eager_tails="experts are paged"),
+            False,
+            "experts are paged",
+        ),
+        ({"prefill": "off", "tail_graphs": True}, GPU, True, "user"),
+        ({"prefill": "bounded", "tail_graphs": False}, GPU, False, "user"),
+    ],
+)  # fmt: skip
+def test_tails_are_captured_where_they_are_used(
+    options: dict[str, Any], facts: Facts, value: bool, why: str
+) -> None:
+    """By default with bounded prompts and captured decode steps, and never against the user."""
+    found = resolve(EngineConfig(**options), facts)
+
+    assert found.config.tail_graphs is value
+    (source,) = {d.source for d in found.decisions if d.field == "tail_graphs"}
+    assert source == why
 
 
 def test_without_a_gpu_the_reference_runs() -> None:

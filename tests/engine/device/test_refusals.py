@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def check(
 def test_what_can_be_served_is_not_refused() -> None:
     """On a recent GPU, and on the CPU with the twins, nothing is in the way."""
     check()
+    check(options=dataclasses.replace(FUSED, tail_graphs=True))
     plain = dataclasses.replace(FUSED, device="cpu", kernels="torch", graphs=False)
     check(options=plain, gpu=None, has_triton=False)
 
@@ -57,6 +59,29 @@ def test_what_can_be_served_is_not_refused() -> None:
         (
             {"config": ModelConfig.from_dict(build.v41(head_dim=48))},
             "config.json: head_dim: expected a power of two, got 48",
+        ),
+        (
+            {"options": dataclasses.replace(FUSED, tail_graphs=True), "gpu": None},
+            "tail_graphs on: expected an NVIDIA GPU, got the CPU",
+        ),
+        (
+            {
+                "options": dataclasses.replace(FUSED, tail_graphs=True),
+                "config": ModelConfig.from_dict(build.v4()),
+            },
+            "tail_graphs on: expected a model whose late layers can leave rows out, got P1: no layer",
+        ),
+        (
+            {"options": dataclasses.replace(FUSED, tail_graphs=True, expert_slots=3)},
+            "tail_graphs on: expected all experts resident, got paged experts",
+        ),
+        (
+            {
+                "options": dataclasses.replace(
+                    FUSED, tail_graphs=True, graphs=False, record_routing=Path("trace")
+                )
+            },
+            "tail_graphs: expected off, got on beside record_routing",
         ),
     ],
 )
