@@ -221,6 +221,8 @@ class EngineStats:
         cached_blocks: blocks that only the prefix cache holds.
         snapshots: states the prefix cache keeps.
         evictions: snapshots dropped since the start.
+        tail_rows: by mode, rows of prompts that the last layers processed and rows that they left
+            out; what is processed again after a preemption counts again.
         alive: whether requests can be served.
     """
 
@@ -237,6 +239,7 @@ class EngineStats:
     cached_blocks: int = 0
     snapshots: int = 0
     evictions: int = 0
+    tail_rows: tuple[tuple[PrefillMode, int, int], ...] = ()
     alive: bool = True
 
 

@@ -222,6 +222,7 @@ class EngineCore:
             cached_blocks=scheduler.blocks.num_idle,
             snapshots=len(scheduler.prefix),
             evictions=scheduler.prefix.num_evictions,
+            tail_rows=tuple((mode, *rows) for mode, rows in list(scheduler.tail_rows.items())),
         )
 
     def update_weights(self, path: Path, *, in_place: bool = False) -> Built:

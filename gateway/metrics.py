@@ -172,6 +172,15 @@ class _BackendStats(Collector):
         for name in self._COUNTERS:
             about = f"{name.capitalize()} of the backend."
             yield CounterMetricFamily(f"bathyal_backend_{name}", about, getattr(stats, name))
+        tail = CounterMetricFamily(
+            "bathyal_backend_tail_rows",
+            "Rows of prompts at the backend's last layers, by mode: processed, or left out.",
+            labels=("prefill", "rows"),
+        )
+        for mode, processed, left_out in stats.tail_rows:
+            tail.add_metric((mode, "processed"), processed)
+            tail.add_metric((mode, "left_out"), left_out)
+        yield tail
         yield GaugeMetricFamily(
             "bathyal_backend_alive", "Whether the backend serves.", int(stats.alive)
         )

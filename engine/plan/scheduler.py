@@ -31,7 +31,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 
-from engine.api import FinishReason, GenerateRequest
+from engine.api import FinishReason, GenerateRequest, PrefillMode
 from engine.plan.blocks import BlockPool
 from engine.plan.prefix import PrefixCache, Snapshot
 from engine.plan.replay import Replay
@@ -92,6 +92,8 @@ class Scheduler:
             salt=salt,
         )
         self.num_preemptions = 0
+        #: By mode, rows of prompts that the last layers have processed and that they left out.
+        self.tail_rows: dict[PrefillMode, tuple[int, int]] = {}
         self._replay = replay or Replay()
         self._block_size = block_size
         self._num_slots = num_slots
@@ -209,6 +211,11 @@ class Scheduler:
         """
         state = self._live[chunk.request_id]
         self._let_go(chunk.request_id)
+        if not chunk.is_stream:
+            ran, left = self.tail_rows.get(chunk.prefill, (0, 0))
+            rows = state.tail.rows(chunk.start, chunk.end)
+            counts = ran + rows, left + len(chunk.token_ids) - rows
+            self.tail_rows[chunk.prefill] = counts
         reason = state.advance(len(chunk.token_ids), sampled)
         if reason is not None:
             self.remove(chunk.request_id)

@@ -10,10 +10,19 @@ from typing import Any
 import orjson
 import pytest
 
-from engine.api import FinishReason, GenerateRequest, ModelInfo, TokenDelta, TokenLogprob, Usage
+from engine.api import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from gateway import Settings
 from gateway.app import served_model
 from gateway.launch import open_backend
+from gateway.metrics import Metrics
 from gateway.recorder import replay
 from parsers import PROFILES, Codec
 from tests.gateway.support import (
@@ -199,3 +208,14 @@ def test_the_whole_way() -> None:
         for mine, theirs in zip(got[1:], want[1:], strict=True):
             assert mine["token_id"] == theirs["token_id"]
             assert math.isclose(mine["logprob"], theirs["logprob"], abs_tol=1e-4)
+
+
+def test_rows_left_out_are_a_metric() -> None:
+    """By mode, as the backend counts them."""
+    stats = EngineStats(tail_rows=(("off", 40, 0), ("bounded", 256, 7936)))
+    text = Metrics(lambda: stats).text().decode()
+
+    name = "bathyal_backend_tail_rows_total"
+    assert f'{name}{{prefill="off",rows="processed"}} 40.0' in text
+    assert f'{name}{{prefill="bounded",rows="processed"}} 256.0' in text
+    assert f'{name}{{prefill="bounded",rows="left_out"}} 7936.0' in text

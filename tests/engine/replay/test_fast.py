@@ -169,3 +169,24 @@ def test_an_engine_with_the_fast_runner_takes_the_option(path: Path) -> None:
         deltas += core.step()
 
     assert [d.usage for d in deltas] == [Usage(40, 1, prefill="bounded", tail_rows=8)]
+
+
+def test_rows_of_prompts_are_counted_by_mode(models: Models) -> None:
+    """What the last layers processed and what they left out are those that usage says; no decodes."""
+    core, _ = make(models[0], "off")
+    used: dict[str, Usage] = {}
+    for number, mode in enumerate(("off", "exact", "bounded", "bounded")):
+        ids = tuple(drive.tokens(50 + number, number))
+        core.submit(GenerateRequest(f"{number} {mode}", ids, SamplingParams(4), prefill=mode))  # type: ignore[arg-type]
+        while core.has_work:
+            used |= {d.request_id: d.usage for d in core.step() if d.usage is not None}
+
+    counted = {mode: (ran, left) for mode, ran, left in core.stats().tail_rows}
+    want: dict[str, tuple[int, int]] = {}
+    for name, usage in used.items():
+        ran, left = want.get(name.split()[1], (0, 0))
+        whole = usage.prompt_tokens - usage.cached_tokens
+        want[name.split()[1]] = ran + usage.tail_rows, left + whole - usage.tail_rows
+    assert counted == want
+    assert counted["bounded"] == (16, 52 + 53 - 16)
+    assert counted["off"] == (50, 0)

@@ -56,7 +56,7 @@ def pool_of(model: FastModel) -> KVPool:
     """What nobody has written is NaN."""
     pool = KVPool(
         model.config, num_blocks=1 + REQUESTS * BLOCKS, block_size=drive.BLOCK,
-        num_slots=REQUESTS + 2, ring_history=True,
+        num_slots=REQUESTS + 2, ring_history=True, forms=model.forms,
     )  # fmt: skip
     pool.poison(slots=range(1, REQUESTS + 2), blocks=range(1, pool.num_blocks))
     return pool
