@@ -25,7 +25,7 @@ from engine.expert_paging import Paging, paging_of, problems
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
-from engine.options import DECODE_BUCKETS, EngineConfig, usable_cores
+from engine.options import DECODE_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
 from engine.plan.replay import Replay, tail_of, tail_problems
 from engine.qwen3_config import Qwen3Config
@@ -213,6 +213,8 @@ def _check_reference(config: ModelConfig, options: EngineConfig) -> None:
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     if options.record_routing is not None:
         found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
+    if options.tail_graphs:
+        found.check(False, "runner", seen="reference beside tail_graphs", accepted="fast")
     found.raise_all("the reference runner")
 
 
@@ -256,25 +258,19 @@ def _fast(
         captures=bool(options.graphs),
         looks_ahead=options.lookahead,
         tail=tail,
+        tail_buckets=TAIL_BUCKETS if options.tail_graphs else (),
         captured_rows=paging.most_captured_rows,
         recorder=recorder,
     )
     _log_paging(paging, runner)
-    if options.kernels == "triton":
+    if options.kernels == "triton" or options.tail_graphs:
         runner.warm_up(options.resolve_max_batched_tokens())
     logger.info(
         "kernels made ready: %d compiled, %d from the cache",
         runner.compiles.compiled,
         runner.compiles.loaded,
     )
-    for bucket in runner.graphs.captured:
-        logger.info(
-            "decode step of %d rows: %.2f s, %.1f MB, %d fused operations",
-            bucket.bucket,
-            bucket.seconds,
-            bucket.pool_bytes / 1e6,
-            len(bucket.kernels),
-        )
+    _log_captured(runner)
     rounds = model.round_trips if isinstance(model, FastModel) else False
     salt = salt_of(path, config, options, "fast", options.kernels, rounds)
     ready = time.perf_counter()
@@ -299,6 +295,28 @@ def _load_fast(
         slots=paging.slots,
         host_bytes=paging.host_bytes,
     )
+
+
+def _log_captured(runner: FastRunner) -> None:
+    for bucket in runner.graphs.captured:
+        logger.info(
+            "decode step of %d rows: %.2f s, %.1f MB, %d fused operations",
+            bucket.bucket,
+            bucket.seconds,
+            bucket.pool_bytes / 1e6,
+            len(bucket.kernels),
+        )
+    if runner.tails is None:
+        return
+    logger.info("tails of prompts: buffers of %.1f MB", runner.tails.buffer_bytes / 1e6)
+    for bucket in runner.tails.captured:
+        logger.info(
+            "tail of %d rows: %.2f s, %.1f MB, %d fused operations",
+            bucket.bucket,
+            bucket.seconds,
+            bucket.pool_bytes / 1e6,
+            len(bucket.kernels),
+        )
 
 
 def _log_paging(paging: Paging, runner: FastRunner) -> None:

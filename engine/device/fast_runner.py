@@ -22,15 +22,16 @@ its writes behind these in the device's order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.api import EngineDeadError, PrefillMode, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
-from engine.device.compiles import CompileWatch
+from engine.device.compiles import CompileWatch, compiling
 from engine.device.graphs import GraphCache
 from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
@@ -170,6 +171,7 @@ class FastRunner:
         self.num_launched = self.num_ahead = self.num_wasted = 0
         self.compiles = CompileWatch()
         with torch.inference_mode():
+            self._compile(partial(self._decode, bucket) for bucket in self.graphs.buckets)
             self.graphs.build()
             self._buffers.half.zero_()
 
@@ -182,15 +184,31 @@ class FastRunner:
         most = self._buffers.max_model_len
         longest = min(max_batched_tokens, most)
         lengths = {min(length, longest) for length in (*WARM_LENGTHS, longest)}
+        passes = [
+            partial(self._warm, length, start)
+            for length in sorted(lengths)
+            for start in {0, most - length}
+        ]
         with torch.inference_mode():
-            for length in sorted(lengths):
-                for start in {0, most - length}:
-                    self._warm(length, start)
+            self._compile(passes)
+            for run in passes:
+                run()
             if self._tail is not None:
                 self._warm_tails(longest)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.compiles.serving()
+
+    def _compile(self, passes: Iterable[Callable[[], object]]) -> None:
+        """Have all kernels of some passes compiled at once; they run afterwards.
+
+        Where experts are paged or recorded the host reads what kernels write, so that passes only
+        run, and kernels are compiled one by one.
+        """
+        if self._model.ops.name == "triton" and not self._paged and self._recorder is None:
+            with compiling():
+                for run in passes:
+                    run()
 
     def _warm_tails(self, longest: int) -> None:
         """Process prompts whose tail has fewer rows, then capture tails."""

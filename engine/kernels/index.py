@@ -14,10 +14,18 @@ from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
+from engine.kernels.records import (
+    layout_of,
+    pack_torch,
+    record_tile_device,
+    store_record_device,
+    unpack_torch,
+)
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_device, signs_for
+from engine.kernels.roundtrip import round_trip, round_trip_device, signs_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
+from engine.plan.records import ALIGNMENT, Form
 
 # ---------------------------------------------------------------- torch
 
@@ -46,16 +54,20 @@ def index_keys_from_latent_torch(
         eps: of the norm.
         rope: float32 [P, 2, R]; key j is rotated to position j * ratio.
         rows: of the pass.
-        pool: [blocks, block_size / ratio, Di], written.
+        pool: [blocks, block_size / ratio, ...] in that form, written.
         ratio: tokens per entry.
         form: how keys are stored.
+
+    Raises:
+        ValueError: the pool is of another form.
     """
-    key = torch.nn.functional.linear(latent, dequantise(wk, latent.dtype)).to(pool.dtype)
+    layout_of(pool, form, norm_w.shape[0], 0)
+    key = torch.nn.functional.linear(latent, dequantise(wk, latent.dtype))
     entry = rows.positions // ratio
     key = rotate_torch(norm(key, norm_w, eps), rope, entry * ratio)
     done = completes(rows, ratio)
     places = torch.where(done, entry_places(rows, rows.seq, entry, ratio), 0)
-    stored = torch.where(done[:, None], round_trip(key, form), 0)
+    stored = torch.where(done[:, None], pack_torch(key, form), 0)
     pool.view(-1, pool.shape[-1]).index_copy_(0, places, stored)
 
 
@@ -85,6 +97,7 @@ def scores_torch(
     rows: Rows,
     *,
     ratio: int,
+    key_form: Form = "none",
     candidates: Tensor | None = None,
     candidate_group: int = 0,
 ) -> Tensor:
@@ -93,9 +106,10 @@ def scores_torch(
     Args:
         q: [T, Hi, Di].
         head_w: [T, Hi], scaled; may be negative.
-        keys: [blocks, block_size / ratio, Di].
+        keys: [blocks, block_size / ratio, ...].
         rows: of the pass.
         ratio: tokens per entry.
+        key_form: of the keys.
         candidates: bool [T, ceil(E / candidate_group)], groups that may be chosen; all if None.
         candidate_group: consecutive entries of a group.
 
@@ -110,7 +124,8 @@ def scores_torch(
         part = slice(first, first + step)
         places = entry_places(rows, rows.seq[part][:, None], entries, ratio)
         seen = (entries + 1) * ratio <= rows.positions[part][:, None] + 1
-        own = keys.view(-1, keys.shape[-1])[torch.where(seen, places, 0)].float()
+        own = keys.view(-1, keys.shape[-1])[torch.where(seen, places, 0)]
+        own = unpack_torch(own, key_form, q.shape[-1], 0, torch.float32)
         found = reference.index_scores(q[part].float(), own, head_w[part].float())
         if candidates is not None:
             seen = seen & candidates[part].repeat_interleave(candidate_group, 1)[:, : len(entries)]
@@ -144,7 +159,7 @@ def _index_keys(
     """Program i: rows i * BM and after. WIDE is the latents' width, D the keys'."""
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    kind: tl.constexpr = pool.dtype.element_ty
+    kind: tl.constexpr = latent.dtype.element_ty
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     real = row < count
     column = tl.arange(0, D)
@@ -162,12 +177,11 @@ def _index_keys(
     position = tl.load(positions + row, mask=real, other=0)
     entry = position // RATIO
     turned = rotate_device(key.to(tl.float32), rope, entry * RATIO, PAIRS)
-    stored = round_trip_device(cast(turned, kind), FORM)
     done = real & ((position + 1) % RATIO == 0)
     g = tl.load(seq + row, mask=done, other=0)
     block = tl.load(tables + g * table_width + entry // PER_BLOCK, mask=done, other=0)
     place = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
-    tl.store(pool + place[:, None] * D + column[None, :], stored, mask=done[:, None])
+    store_record_device(pool, place, cast(turned, kind), done, D, 0, FORM)
 
 
 def index_keys_from_latent_triton(
@@ -184,11 +198,12 @@ def index_keys_from_latent_triton(
 ) -> None:
     """Do as `index_keys_from_latent_torch`; one launch."""
     count, wide = latent.shape
+    layout_of(pool, form, norm_w.shape[0], 0)
     tile = 16 if count <= 1024 else 64
     _index_keys[(triton.cdiv(count, tile),)](
         latent, wk.data, norm_w, eps, rope, rows.positions, rows.seq, rows.tables,
         rows.tables.shape[1], pool, count,
-        RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=pool.shape[-1],
+        RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=norm_w.shape[0],
         PAIRS=rope.shape[2], FORM=form, BM=tile, BK=min(wide, 128), num_warps=4,
         **overlapping(latent.device),
     )  # fmt: skip
@@ -246,12 +261,14 @@ def index_queries_triton(
 
 
 @triton.jit
-def _key_tile(keys, tables, table_width, g, entry, mask, PER_BLOCK: tl.constexpr, D: tl.constexpr):
-    """Keys of entries [N] of sequence g: [N, D]; zeros where the mask is false."""
+def _key_tile(
+    keys, tables, table_width, g, entry, mask, PER_BLOCK: tl.constexpr, D: tl.constexpr,
+    FORM: tl.constexpr, UNITS: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """Keys of entries [N] of sequence g: [N, D]; those of the dummy block where the mask is false."""
     block = tl.load(tables + g * table_width + entry // PER_BLOCK, mask=mask, other=0)
     place = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
-    at = keys + place[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(at, mask=mask[:, None], other=0.0)
+    return record_tile_device(keys, place * UNITS, D, 0, FORM, kind)
 
 
 @triton.jit
@@ -259,8 +276,8 @@ def _scores_short(
     q, head_w, keys, positions, seq, tables, table_width, candidates, groups, out, best, width,
     idle,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    HP: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-    BUILD: tl.constexpr, OVERLAP: tl.constexpr,
+    FORM: tl.constexpr, UNITS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, MASKED: tl.constexpr, BUILD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): every num_programs(0)-th tile of entries of row t; keys are the rows."""
     await_previous(OVERLAP)
@@ -275,7 +292,10 @@ def _scores_short(
         weight = tl.load(head_w + t * H + head, mask=head < H, other=0.0).to(tl.float32)
         for first in range(tl.program_id(0) * BN, seen, tl.num_programs(0) * BN):
             entry = first + tl.arange(0, BN)
-            key = _key_tile(keys, tables, table_width, g, entry, entry < seen, PER_BLOCK, D)
+            key = _key_tile(
+                keys, tables, table_width, g, entry, entry < seen, PER_BLOCK, D, FORM, UNITS,
+                query.dtype,
+            )  # fmt: skip
             found = dot(key, query, tl.zeros((BN, HP), tl.float32))
             score = tl.sum(tl.maximum(found, 0.0) * weight[None, :], 1)
             score = tl.where(entry < seen, score, float("-inf"))
@@ -297,7 +317,7 @@ def _scores_long(
     q, head_w, keys, positions, first, lengths, tables, table_width, candidates, groups, out, best,
     width, idle, from_row, to_row, sequences,
     RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr,
+    FORM: tl.constexpr, UNITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr,
     MASKED: tl.constexpr, BUILD: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i): tile j of entries for the i-th tile of rows, counted sequence by sequence.
@@ -323,7 +343,10 @@ def _scores_long(
         most = (tl.load(positions + top) + tl.minimum(count, BM)) // RATIO
         if (most > idle) & (most > j * BN):
             entry = j * BN + tl.arange(0, BN)
-            key = _key_tile(keys, tables, table_width, g, entry, entry < most, PER_BLOCK, D)
+            key = _key_tile(
+                keys, tables, table_width, g, entry, entry < most, PER_BLOCK, D, FORM, UNITS,
+                q.dtype.element_ty,
+            )  # fmt: skip
             key = tl.trans(key)
             score = tl.zeros((BM, BN), tl.float32)
             tile_q = q + top.to(tl.int64) * (H * D)
@@ -361,6 +384,7 @@ def scores_triton(
     *,
     ratio: int,
     idle: int,
+    key_form: Form = "none",
     first: int = 0,
     last: int | None = None,
     candidates: Tensor | None = None,
@@ -372,10 +396,11 @@ def scores_triton(
     Args:
         q: [T, Hi, Di].
         head_w: [T, Hi].
-        keys: [blocks, block_size / ratio, Di].
+        keys: [blocks, block_size / ratio, ...].
         rows: of the pass.
         ratio: tokens per entry.
         idle: rows that see at most so many entries may be left out.
+        key_form: of the keys.
         first: row.
         last: row, T by default.
         candidates: bool [T, ceil(E / candidate_group)] or None.
@@ -386,7 +411,11 @@ def scores_triton(
         float32 [last - first, E]: what lies at or beyond the entries that a row sees is undefined
         (-inf or not written), and so is the row of an idle one.
         float32 [last - first, ceil(E / candidate_group)], likewise, if built.
+
+    Raises:
+        ValueError: the keys are of another form.
     """
+    record = layout_of(keys, key_form, q.shape[-1], 0)
     last = rows.num_rows if last is None else last
     count, (heads, dim) = last - first, q.shape[1:]
     width = max(1, rows.max_end // ratio)
@@ -396,7 +425,8 @@ def scores_triton(
     mask = None if candidates is None else candidates.view(torch.int8)
     shared = {
         "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "H": heads, "D": dim,
-        "GROUP": candidate_group, "MASKED": mask is not None, "BUILD": build,
+        "GROUP": candidate_group, "MASKED": mask is not None, "BUILD": build, "FORM": key_form,
+        "UNITS": dim // 8 if record is None else record.nbytes // ALIGNMENT,
     }  # fmt: skip
     if rows.max_length <= SHORT:
         tile, warps, programs = SHORT_TILE
