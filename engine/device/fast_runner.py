@@ -22,7 +22,7 @@ its writes behind these in the device's order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -189,12 +189,14 @@ class FastRunner:
             for length in sorted(lengths)
             for start in {0, most - length}
         ]
+        if self._tail is not None:
+            passes += self._tail_passes(longest)
         with torch.inference_mode():
             self._compile(passes)
             for run in passes:
                 run()
-            if self._tail is not None:
-                self._warm_tails(longest)
+            if self.tails is not None:
+                self.tails.build()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.compiles.serving()
@@ -210,8 +212,8 @@ class FastRunner:
                 for run in passes:
                     run()
 
-    def _warm_tails(self, longest: int) -> None:
-        """Process prompts whose tail has fewer rows, then capture tails."""
+    def _tail_passes(self, longest: int) -> Iterator[Callable[[], object]]:
+        """Prompts whose tail has fewer rows; tails that are to be captured see them go by."""
         most = self._buffers.max_model_len
         if self._tail_buckets:
             assert self._tail is not None
@@ -227,11 +229,9 @@ class FastRunner:
                 warm_rows=longest,
             )
         for length in sorted({min(length, longest) for length in WARM_TAILS}):
-            self._warm(length, most - length, "bounded")
+            yield partial(self._warm, length, most - length, "bounded")
         for mode in ("exact", "bounded"):
-            self._warm(longest, most - longest, mode)
-        if self.tails is not None:
-            self.tails.build()
+            yield partial(self._warm, longest, most - longest, mode)
 
     def _warm(self, length: int, start: int, mode: PrefillMode = "off") -> None:
         """Process tokens that belong to nobody, in the dummy slot and block."""
