@@ -79,7 +79,7 @@ def tensors(runner: FastRunner) -> dict[str, Tensor]:
 
 def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that a NaN equals itself."""
-    integers = {4: torch.int32, 8: torch.int64}
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.itemsize])
 
 
