@@ -212,7 +212,7 @@ class FastRunner:
                 for run in passes:
                     run()
 
-    def _tail_passes(self, longest: int) -> Iterator[Callable[[], object]]:
+    def _tail_passes(self, longest: int) -> Iterator[partial[None]]:
         """Prompts whose tail has fewer rows; tails that are to be captured see them go by."""
         most = self._buffers.max_model_len
         if self._tail_buckets:
