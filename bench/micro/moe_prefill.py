@@ -24,6 +24,7 @@ from engine.kernels import moe_prefill
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_prefill import LONG_FP4, SHORT_FP4, Tiling
 from engine.kernels.router import group_torch, group_triton
+from engine.kernels.weave import CHUNK
 
 #: Rows and the cut for them; the first of each number of rows is the one in use.
 CUTS: list[tuple[int, Tiling]] = [
@@ -35,6 +36,9 @@ CUTS: list[tuple[int, Tiling]] = [
     (8192, Tiling(128, 128, 8, 4)),
     (8192, Tiling(128, 128, 16, 3)),
     (8192, Tiling(128, 128, 16, 4)),
+    (8192, Tiling(64, 128, 4, 2)),
+    (8192, Tiling(64, 128, 8, 3)),
+    (1024, Tiling(64, 128, 4, 4, 168)),
 ]
 
 
@@ -52,27 +56,28 @@ def check() -> None:
 
 
 def launches(layer: Layer, rows: int) -> list[partial[None]]:
-    """The two launches of the routed experts."""
+    """The launches of the routed experts; the second alone if `hidden` takes no such blocks."""
     routing, inner = routed(rows, layer.experts), layer.w2.shape[-1]
     hidden = torch.randn(rows * TOPK, inner, device="cuda", dtype=torch.bfloat16)
     parts = torch.empty(rows, TOPK + 1, layer.d, device="cuda", dtype=torch.bfloat16)
     call = partial(moe_prefill._product, routing=routing, limit=LIMIT, act_group=layer.block)
-    return [
-        partial(call, layer.rows(rows), hidden, layer.w13, second=False, weave=True),
-        partial(call, hidden, parts, layer.w2, second=True, weave=False),
-    ]
+    second = partial(call, hidden, parts, layer.w2, second=True, weave=False)
+    if moe_prefill.LONG_FP4.block % CHUNK:
+        return [second]
+    return [partial(call, layer.rows(rows), hidden, layer.w13, second=False, weave=True), second]
 
 
 def cuts(layer: Layer, only: list[int]) -> None:
     """Time the launches of some cuts."""
     for rows, cut in (CUTS[i] for i in only):
         with setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut):
-            first, second = (replayed_us([c], repeats=3) for c in launches(layer, rows))
-        flops = 6 * rows * TOPK * layer.d * layer.w2.shape[-1]
-        nbytes = layer.w13.nbytes + layer.w2.nbytes
-        us = first + second
-        print(f"{rows} rows {first:6.0f} + {second:6.0f} us {flops / us / 1e6:4.0f} TFLOP/s "
-              f"{nbytes / us / BANDWIDTH * 1e8:3.0f}% read: {cut}", flush=True)  # fmt: skip
+            times = [replayed_us([call], repeats=3) for call in launches(layer, rows)]
+        share = 2 * rows * TOPK * layer.d * layer.w2.shape[-1]
+        flops = share * (3 if len(times) > 1 else 1)
+        nbytes = layer.w2.nbytes + (layer.w13.nbytes if len(times) > 1 else 0)
+        us = sum(times)
+        print(f"{rows} rows {' + '.join(f'{t:.0f}' for t in times)} us {flops / us / 1e6:4.0f} "
+              f"TFLOP/s {nbytes / us / BANDWIDTH * 1e8:3.0f}% read: {cut}", flush=True)  # fmt: skip
 
 
 def whole(layer: Layer, name: str, rows: int) -> None:
