@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.bound import bound_ms, experts_touched, prompt_flops
 from bench.geometries import geometry
-from bench.rows import make_rows, spread, write_rows
+from bench.rows import fill_finite, make_rows, spread, write_rows
 from engine.api import PrefillMode
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_narrowings, build_rows
@@ -66,13 +66,16 @@ class Bench:
             num_slots=sequences + 1,
             device="cuda",
             dtype=torch.bfloat16,
+            forms=self.model.forms,
             ring_history=True,
         )
         # What a sequence's past would have left: any finite values will do for timing.
-        for tensor in (*self.pool.window, *self.pool.entries.values()):
-            tensor.normal_()
-        for tensor in self.pool.index_keys.values():
-            tensor.normal_()
+        for tensor in (
+            *self.pool.window,
+            *self.pool.entries.values(),
+            *self.pool.index_keys.values(),
+        ):
+            fill_finite(tensor)
         for tensor in (*self.pool.state.values(), *self.pool.index_state.values()):
             tensor.normal_()
         self.pool.history.random_(0, 1000)

@@ -11,7 +11,9 @@ Rows: bench
 * "start": seconds from nothing to ready: weights drawn, steps captured and kernels made ready; and
   what is held on the device against the memory plan;
 * "ttft": one prompt alone, from its submission to its first token;
-* "decode": `batch` streams of 128 prompt tokens that start together, 256 new tokens each;
+* "decode": `batch` streams of 128 prompt tokens that start together, 256 new tokens each, and with
+  --what long of long prompts: host_us is what the host adds to a step beside waiting for the device,
+  bound_ms the time to read each weight once (of experts those that were touched) and the KV;
 * "beside": eight running streams while a prompt of `prompt_tokens` is processed: time between a
   stream's tokens alone (`alone_ms`) and meanwhile (`itl_ms`, `itl_p99_ms`), and the prompt's ttft_ms;
 * "cached": a turn of 500 new tokens after `prompt_tokens` that are in the prefix cache;
@@ -43,12 +45,16 @@ from engine.device.rows import build_rows
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
-from engine.options import EngineConfig
+from engine.options import DECODE_BUCKETS, EngineConfig
 from engine.plan.replay import Replay, tail_of
 from engine.plan.step import Chunk
 
 BLOCK = 256
 WARM_UPS = 1
+#: Streams and prompt tokens of the rows "decode" with a long context.
+LONG = ((1, 65536), (16, 32768))
+#: Rows of decode steps that are always captured; the twins take their time.
+NEEDED = (1, 16)
 KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
 
 
@@ -64,6 +70,7 @@ class Engine:
         chunk: most rows of a step; `mixed` of a step that has streams.
         tokens: positions that the pool has room for.
         tail_buckets: rows of prompts' tails to capture, where the model has a tail.
+        buckets: rows of decode steps to capture.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Engine:
         mixed: int,
         tokens: int,
         tail_buckets: Sequence[int] = (),
+        buckets: Sequence[int] = DECODE_BUCKETS,
     ) -> None:
         begin = time.perf_counter()
         options = EngineConfig(
@@ -104,6 +112,7 @@ class Engine:
             num_slots=options.resolve_num_slots(),
             device=where,
             dtype=model.dtype,
+            forms=model.forms,
             ring_history=True,
         )
         self.tail = tail_of(config)
@@ -114,6 +123,7 @@ class Engine:
             max_model_len=context,
             max_num_seqs=streams,
             captures=device == "cuda" and mode != "eager",
+            buckets=buckets,
             tail=self.tail,
             tail_buckets=tail_buckets,
         )
@@ -130,18 +140,30 @@ class Engine:
                 c.bucket: round(c.pool_bytes / 1e6, 1) for c in self.runner.graphs.captured
             },
         }
-        planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
-        self.start["planned_gb"] = round(planned / 1e9, 3)
-        if device == "cuda":
-            held = torch.cuda.memory_allocated()
-            self.start["held_over_planned"] = round(held / planned, 4)
+        self._planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
+        self.start |= self.memory()
         self._time_waits()
         self._options, self._context = options, context
         self.chunk = chunk
-        self.use_prefix_cache(True)
+        self.begin_anew()
         self._draw = random.Random(0)
         self._vocab = config.vocab_size
         self._made = 0
+
+    def memory(self) -> dict[str, float]:
+        """Gigabytes that are held, and were at most since this was last asked, beside the plan's."""
+        found = {"planned_gb": round(self._planned / 1e9, 3)}
+        if self._device == "cuda":
+            held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            found |= {
+                "held_gb": round(held / 1e9, 3),
+                "peak_gb": round(peak / 1e9, 3),
+                "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 3),
+                "held_over_planned": round(held / self._planned, 4),
+                "peak_over_planned": round(peak / self._planned, 4),
+            }
+            torch.cuda.reset_peak_memory_stats()
+        return found
 
     def _time_waits(self) -> None:
         """Count the seconds that the host waits for the device's results."""
@@ -178,9 +200,11 @@ class Engine:
             touched = experts_touched(self._model, rows, self._pool)
         return touched, bound_ms(self._model.config, self._model.weights, batch, context, touched)
 
-    def use_prefix_cache(self, on: bool) -> None:
-        """Begin anew over the same memory, with or without a prefix cache."""
-        options = dataclasses.replace(self._options, prefix_cache=on)
+    def begin_anew(self, *, prefix_cache: bool = True, mixed: int | None = None) -> None:
+        """Forget all requests; the same memory serves, perhaps under other limits."""
+        options = dataclasses.replace(self._options, prefix_cache=prefix_cache)
+        if mixed is not None:
+            options = dataclasses.replace(options, max_mixed_tokens=mixed)
         self.core = EngineCore(
             self.runner, options, max_position_embeddings=self._context, replay=Replay(self.tail)
         )
@@ -221,10 +245,12 @@ class Engine:
             "ttft_ms": spread(values[WARM_UPS:], 2),
         }
 
-    def decode(self, batch: int, prompt: int, new: int, repeats: int) -> dict[str, Any]:
+    def decode(
+        self, batch: int, prompt: int, new: int, repeats: int, warm_ups: int = WARM_UPS
+    ) -> dict[str, Any]:
         """Milliseconds of a step of streams that start together."""
         steps, rates, host = [], [], []
-        for _ in range(WARM_UPS + repeats):
+        for _ in range(warm_ups + repeats):
             came: dict[str, list[float]] = {}
             since: list[tuple[float, int, float]] = []  # when the last stream began
 
@@ -250,19 +276,19 @@ class Engine:
             rates.append(count / (last - first))
             steps.append((last - first) * 1e3 * batch / count)
         touched, bound = self._bound(batch, prompt + new // 2)
-        ms_step = spread(steps[WARM_UPS:], 4)
+        ms_step = spread(steps[warm_ups:], 4)
         return {
             "bench": "decode",
             "batch": batch,
             "prompt_tokens": prompt,
             "new_tokens": new,
             "ms_step": ms_step,
-            "host_us": spread(host[WARM_UPS:], 1),
+            "host_us": spread(host[warm_ups:], 1),
             "kernels": self.kernels(batch),
             "experts_touched": touched,
             "bound_ms": round(bound, 4),
             "bound_share": round(bound / ms_step["median"], 3),
-            "tok_s": spread(rates[WARM_UPS:], 1),
+            "tok_s": spread(rates[warm_ups:], 1),
         }
 
     def beside(self, streams: int, length: int) -> dict[str, Any]:
@@ -367,6 +393,7 @@ class Engine:
             "blocks_held_at_the_end": stats.total_blocks - stats.free_blocks,
             "tok_s": round(tokens / seconds, 1),
             "late_kernels": self.runner.compiles.late,
+            **self.memory(),
         }
 
 
@@ -379,6 +406,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of one run, each as soon as it is there."""
     batches = [int(b) for b in args.batch.split(",") if b]
     prompts = [int(n) for n in args.prompt.split(",") if n]
+    mixes = [int(n) for n in args.mixed.split(",")]
     what = args.what.split(",")
     config = config_of(args.geometry)
     for mode in args.mode.split(","):
@@ -389,39 +417,35 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             context=args.context,
             streams=max([*batches, 9]),
             chunk=args.chunk,
-            mixed=args.mixed,
+            mixed=mixes[0],
             tokens=args.tokens,
+            buckets=DECODE_BUCKETS if mode == "fused" else sorted({*batches, *NEEDED}),
         )
-        common = {"geometry": args.geometry, "mode": mode, "chunk": args.chunk, "mixed": args.mixed}
-        yield {"bench": "start", **common, **engine.start, **_memory(args.device)}
-        engine.use_prefix_cache(False)
+        common = {"geometry": args.geometry, "mode": mode, "chunk": args.chunk}
+        yield {"bench": "start", **common, **engine.start}
+        engine.begin_anew(prefix_cache=False)
         for batch in batches if "decode" in what else ():
             yield {**engine.decode(batch, 128, args.new_tokens, args.repeats), **common}
         for length in prompts if "ttft" in what else ():
             repeats = max(2, args.repeats * 8192 // max(length, 8192))
             yield {**engine.ttft(length, repeats), **common}
-        engine.use_prefix_cache(True)
-        if "beside" in what:
-            yield {**engine.beside(8, args.beside), **common}
+        for batch, length in LONG if "long" in what else ():
+            # Prompts take long and everything is warm by now, so once is enough.
+            yield {**engine.decode(batch, length, args.new_tokens, 1, warm_ups=0), **common}
+        for mixed in mixes if "beside" in what else ():
+            engine.begin_anew(mixed=mixed)
+            yield {**engine.beside(8, args.beside), **common, "mixed": mixed}
+        engine.begin_anew()
         if "cached" in what:
             yield {**engine.cached(args.cached, args.repeats), **common}
         if "load" in what:
-            yield {**engine.load(1000), **common, **_memory(args.device)}
+            yield {**engine.load(1000), **common}
         runner = engine.runner
         ahead = {"launched": runner.num_launched, "ahead": runner.num_ahead}
         print(f"# {mode}: {ahead}, compiled late: {runner.compiles.late}", flush=True)
         del engine, runner
         if args.device == "cuda":
             torch.cuda.empty_cache()
-
-
-def _memory(device: str) -> dict[str, float]:
-    if device != "cuda":
-        return {}
-    return {
-        "allocated_gb": round(torch.cuda.memory_allocated() / 1e9, 3),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
-    }
 
 
 def main() -> None:
@@ -442,8 +466,8 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=65536, help="tokens of the cached prompt")
     parser.add_argument("--context", type=int, default=68 * 1024)
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--mixed", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=512 * 1024, help="that the pool has room for")
+    parser.add_argument("--mixed", default="1024", help="rows of prompts beside streams, by turns")
+    parser.add_argument("--tokens", type=int, default=576 * 1024, help="that the pool has room for")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", default="", help="file of rows under bench/results")
     args = parser.parse_args()

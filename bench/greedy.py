@@ -134,6 +134,7 @@ def make_pool(model: FastModel, options: EngineConfig) -> KVPool:
         block_size=BLOCK,
         num_slots=options.resolve_num_slots(),
         device="cuda",
+        forms=model.forms,
         ring_history=True,
     )
 

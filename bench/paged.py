@@ -145,6 +145,7 @@ class Bench:
             self.pool = KVPool(
                 shape, num_blocks=rows * per + 64, block_size=BLOCK, num_slots=rows + 1,
                 device="cuda", dtype=torch.bfloat16, ring_history=True,
+                forms=self.model.forms,
             )  # fmt: skip
             self.held = [layer.moe.experts for layer in self.model.weights.layers]
         self.paged = [e for e in self.held if isinstance(e, PagedExperts)]

@@ -155,3 +155,11 @@ def _git(*args: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
+
+
+def fill_finite(tensor: torch.Tensor) -> None:
+    """Fill a pool's memory with what some past might have left, numbers or records, in place."""
+    if tensor.dtype == torch.uint8:
+        tensor.random_(0x30, 0x40)  # codes, scales and halves of bfloat16 numbers, all finite
+    else:
+        tensor.normal_()

@@ -23,7 +23,7 @@ import torch
 
 from bench.device_step import BLOCK
 from bench.geometries import GEOMETRIES
-from bench.rows import make_rows, spread, write_rows
+from bench.rows import fill_finite, make_rows, spread, write_rows
 from engine.config import ModelConfig
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
@@ -111,10 +111,10 @@ def main() -> None:
     blocks = CONTEXT // BLOCK + 2
     pool = KVPool(
         config, num_blocks=blocks + 1, block_size=BLOCK, num_slots=2, device=device,
-        dtype=torch.bfloat16, ring_history=True, draft_stages=STAGES,
+        dtype=torch.bfloat16, forms=model.forms, ring_history=True, draft_stages=STAGES,
     )  # fmt: skip
     for tensor in (*pool.window, *pool.draft, *pool.entries.values(), *pool.index_keys.values()):
-        tensor.normal_()
+        fill_finite(tensor)
     chunk = Chunk("s", 1, 256, (11,), tuple(range(1, blocks + 1)), True)
     rows, _ = build_rows([chunk], block_size=BLOCK, device=device)
     rows = dataclasses.replace(rows, max_end=CONTEXT, spans=())

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from engine.config import ModelConfig
 from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, part, tensor_specs
-from engine.options import EngineConfig, buckets_up_to
+from engine.options import TAIL_BUCKETS, EngineConfig, buckets_up_to
 from engine.plan.layout import Group, PoolTensor, pool_tensors
+from engine.plan.records import Forms, forms_of
+from engine.plan.replay import tail_of
 
 #: Share of a budget that is left to activations, the allocator and kernels. A rule of thumb.
 RESERVE = 0.1
@@ -26,6 +28,8 @@ LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+#: Scores of index keys that are worked out at a time (engine.kernels.select).
+CHUNK_SCORES = 1 << 25
 #: cgroup v1 says "no limit" by a number near 2**63.
 NO_LIMIT = 2**60
 
@@ -144,10 +148,11 @@ def plan_memory(
     """
     context = options.resolve_max_model_len(config.max_position_embeddings)
     num_blocks = options.resolve_num_blocks(context)
-    parts = list(pool_tensors(config, options.block_size))
+    forms = forms_of(is_v41=config.is_v41, is_quantised=packed and config.is_quantised)
+    parts = list(pool_tensors(config, options.block_size, itemsize, forms))
     weights = _packed_weights(config, itemsize) if packed else _weights(config, itemsize)
-    steps = _steps(config, options, context) if packed else ()
-    items = (*weights, *_pools(parts, options, num_blocks, itemsize, packed=packed), *steps)
+    steps = (*_steps(config, options, context), *_tails(config, options, context)) if packed else ()
+    items = (*weights, *_pools(parts, forms, options, num_blocks, itemsize, packed=packed), *steps)
     return MemoryPlan(
         items=items,
         budget=budget,
@@ -245,8 +250,45 @@ def _steps(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
     )
 
 
+def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator[Item]:
+    """What captured tails of prompts hold (engine.device.tail_graphs): a GPU's, in bfloat16."""
+    tail, wanted = tail_of(config), options.tail_graphs
+    if wanted is None:
+        wanted = options.prefill == "bounded" and options.graphs is not False
+    buckets = [bucket for bucket in TAIL_BUCKETS if bucket <= context]
+    if not wanted or tail is None or context <= tail.window or not buckets:
+        return
+    c, rows = config, buckets[-1]
+    sequences = rows // max(1, tail.window // 4) + 1
+    blocks = -(-context // options.block_size)
+    parts = c.num_experts_per_tok + 1
+    streams = 2 * c.hc_mult * c.hidden_size
+    mixing = 4 * c.hc_mult * (2 + c.hc_mult)
+    row = streams + 2 * parts * c.hidden_size + mixing + 8 + 3 * 4
+    yield Item(
+        "steps",
+        "buffers of tails",
+        rows * row + sequences * 4 * (5 + blocks),
+        f"{rows} rows: streams, parts, positions, block tables",
+    )
+    # The most that lives at once: a layer's streams and parts, before and after it, its queries and
+    # what is attended, hidden values, and the widest matrix in its unpacked form.
+    heads = c.num_attention_heads * c.head_dim
+    matrix = max(c.q_lora_rank * heads, c.o_lora_rank * max(heads, c.o_groups * c.hidden_size))
+    live = 2 * (streams + 2 * parts * c.hidden_size) + 4 * heads
+    live += 2 * parts * c.moe_intermediate_size
+    scores = 4 * min(CHUNK_SCORES, rows * context)
+    yield Item(
+        "steps",
+        f"tail of {rows} rows",
+        rows * live + 2 * matrix + scores,
+        f"an estimate; those of {', '.join(map(str, buckets[:-1]))} rows lie in the same pool",
+    )
+
+
 def _pools(
     parts: list[PoolTensor],
+    forms: Forms,
     options: EngineConfig,
     num_blocks: int,
     itemsize: int,
@@ -272,8 +314,16 @@ def _pools(
                 owner = "host"
         why = f"{each:,} bytes x {blocks if owner == 'blocks' else slots}"
         if group != "history":
-            why = f"layers {', '.join(str(tensor.layer) for tensor in same)}: {why} each"
+            why = f"{_stored(same[0], forms)}layers {', '.join(str(tensor.layer) for tensor in same)}: {why} each"
         what = _GROUPS[group]
         if owner == "blocks":
             what += f", ratio {options.block_size // shape[0]}"
         yield Item(owner, what, each * len(same) * count, why)
+
+
+def _stored(tensor: PoolTensor, forms: Forms) -> str:
+    """How the rows of a pool lie, where they are not plain numbers."""
+    if tensor.kind != "bytes":
+        return ""
+    form = {"window": forms.window, "entries": forms.entries}.get(tensor.group, forms.index)
+    return f"{form}, {tensor.shape[-1]} bytes a row; "

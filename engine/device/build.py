@@ -27,6 +27,7 @@ from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
 from engine.options import DECODE_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
+from engine.plan.records import Forms
 from engine.plan.replay import Replay, tail_of, tail_problems
 from engine.qwen3_config import Qwen3Config
 from engine.resolve import Resolved, facts_of, resolve
@@ -158,22 +159,25 @@ def resolve_here(path: Path, config: AnyConfig, options: EngineConfig) -> Resolv
     return resolve(options, facts)
 
 
-def salt_of(path: Path, config: AnyConfig, options: EngineConfig, *form: object) -> bytes:
+def salt_of(
+    path: Path, config: AnyConfig, options: EngineConfig, forms: Forms, *how: object
+) -> bytes:
     """Name everything beside the tokens that the state after them depends on.
 
     Args:
         path: folder of the checkpoint.
         config: of the model.
         options: with nothing left open.
-        form: what else tells how state is computed and lies in memory.
+        forms: of cached values.
+        how: what else tells how state is computed.
     """
     if isinstance(config, Qwen3Config):
         weights = QwenCheckpoint(path, config, torch.device("cpu")).fingerprint()
         layout = repr((options.block_size, options.dtype)).encode()
     else:
         weights = Checkpoint(path).fingerprint()
-        layout = layout_fingerprint(config, options.block_size, str(options.dtype))
-    return weights + layout + repr(form).encode()
+        layout = layout_fingerprint(config, options.block_size, str(options.dtype), forms)
+    return weights + layout + repr(how).encode()
 
 
 def free_memory() -> None:
@@ -194,10 +198,10 @@ def _reference(
     model = load_model(path, device=device, dtype=dtype)
     replay = Replay(model.tail, options.prefill, model.tail_problems)
     loaded = time.perf_counter()
-    pool = _pool(config, options, device, dtype, ring=False)
+    pool = _pool(config, options, device, dtype, None)
     assert isinstance(pool, KVPool)
     runner = ModelRunner(model, pool, device)
-    salt = salt_of(path, config, options, "reference", model.round_trips)
+    salt = salt_of(path, config, options, Forms(), "reference", model.round_trips)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
@@ -249,9 +253,10 @@ def _fast(
     if options.record_routing is not None:
         per_row = config.num_experts_per_tok
         recorder = RoutingRecorder(options.record_routing, model.gates, per_row)
+    forms = model.forms if isinstance(model, FastModel) else Forms()
     runner = FastRunner(
         model,
-        _pool(config, options, device, dtype, ring=True),
+        _pool(config, options, device, dtype, forms),
         device,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
@@ -272,7 +277,7 @@ def _fast(
     )
     _log_captured(runner)
     rounds = model.round_trips if isinstance(model, FastModel) else False
-    salt = salt_of(path, config, options, "fast", options.kernels, rounds)
+    salt = salt_of(path, config, options, forms, "fast", options.kernels, rounds)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
@@ -340,9 +345,9 @@ def _pool(
     options: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    ring: bool,
+    forms: Forms | None,
 ) -> KVPool | QwenPool:
+    """Pools of a fast model whose cached values have some forms, or (None) of the reference."""
     assert options.num_blocks is not None
     if isinstance(config, Qwen3Config):
         return QwenPool(
@@ -360,7 +365,8 @@ def _pool(
             num_slots=options.resolve_num_slots(),
             device=device,
             dtype=dtype,
-            ring_history=ring,
+            forms=forms,
+            ring_history=forms is not None,
         )
     except ValueError as error:
         raise EngineError(f"engine options: {error}") from error

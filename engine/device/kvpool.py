@@ -8,6 +8,10 @@ block ids. Two kinds of memory (model.md 3):
 * per *block*, growing with the sequence: compressed entries and index keys. A block covers
   `block_size` tokens of every layer at once, so one block table serves all layers.
 
+Cached values are numbers of the engine's dtype, or records of bytes in the narrow forms of a quantised
+model (engine.plan.records): FP8 window rings, FP8 or FP4 entries, FP4 index keys. Compressor state is
+float32.
+
 A slot may also hold the state of nobody's request, kept by the prefix cache.
 
 Slot 0 and block 0 belong to nobody: padding may read and write them, so they stay finite.
@@ -23,13 +27,15 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.engram import NO_TOKEN
-from engine.plan.layout import pool_tensors
+from engine.plan.layout import pool_tensors, row_of
+from engine.plan.records import Forms
 
 
 class KVPool:
     """All KV and rolling state of one model.
 
     Attributes:
+        forms: of cached values. A row of D is uint8 [nbytes] where its form is not "none".
         window: per layer [num_slots, W, D]; position p lives in row p mod W.
         entries: per entry-owning layer [num_blocks, block_size // ratio, D], after RoPE.
         index_keys: per layer that owns index keys [num_blocks, block_size // ratio, Di].
@@ -47,7 +53,8 @@ class KVPool:
         block_size: tokens a block covers; a multiple of every compress ratio.
         num_slots: slots, the dummy slot 0 included.
         device: where the tensors live.
-        dtype: of rings, entries and index keys; state is in float32 at least.
+        dtype: of plain rings, entries and index keys; state is in float32 at least.
+        forms: of cached values; plain numbers if not given, as the reference model keeps them.
         ring_history: whether the history is the ring that engine.model.fast keeps.
         draft_stages: DSpark stages to keep rings for.
 
@@ -64,6 +71,7 @@ class KVPool:
         num_slots: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        forms: Forms | None = None,
         ring_history: bool = False,
         draft_stages: int = 0,
     ) -> None:
@@ -73,6 +81,7 @@ class KVPool:
         if wrong:
             raise ValueError(f"block_size: expected a multiple of {wrong}, got {block_size}")
         self.config = config
+        self.forms = forms = forms or Forms()
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_slots = num_slots
@@ -90,19 +99,21 @@ class KVPool:
             "state": self.state,
             "index_state": self.index_state,
         }
-        for part in pool_tensors(config, block_size):
+        elements = {"cache": dtype, "bytes": torch.uint8, "state": state_dtype}
+        for part in pool_tensors(config, block_size, dtype.itemsize, forms):
             shape = (num_blocks if part.per_block else num_slots, *part.shape)
             if part.group == "history":
                 width = part.shape[0] + 1 if ring_history and part.shape[0] else part.shape[0]
                 where = device if ring_history else "cpu"
                 self.history = torch.zeros((num_slots, width), dtype=torch.int64, device=where)
                 continue
-            element = state_dtype if part.kind == "state" else dtype
+            element = elements[part.kind]
             groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)
         self.window = tuple(window.values())
-        ring = (num_slots, config.sliding_window, config.head_dim)
+        width, kind = row_of(config, forms.window, config.head_dim, dtype.itemsize)
+        ring = (num_slots, config.sliding_window, width)
         self.draft = tuple(
-            torch.zeros(ring, dtype=dtype, device=device) for _ in range(draft_stages)
+            torch.zeros(ring, dtype=elements[kind], device=device) for _ in range(draft_stages)
         )
         self._blank = [_blank(s) for s in (*self.state.values(), *self.index_state.values())]
         for slot in range(num_slots):
@@ -153,9 +164,9 @@ class KVPool:
         if 0 in slots or 0 in blocks:
             raise ValueError("slot 0 and block 0 must stay finite")
         for tensor in (*self.window, *self.draft, *self.state.values(), *self.index_state.values()):
-            tensor[slots] = math.nan
+            tensor[slots] = _nan(tensor)
         for tensor in (*self.entries.values(), *self.index_keys.values()):
-            tensor[blocks] = math.nan
+            tensor[blocks] = _nan(tensor)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor, by group and layer."""
@@ -169,6 +180,11 @@ class KVPool:
         }
         found = {f"{group}[{at}]": t for group, held in groups.items() for at, t in held.items()}
         return found | {"history": self.history}
+
+
+def _nan(tensor: Tensor) -> float:
+    """What makes memory of a pool NaN: in records it is 0xff everywhere, in every form."""
+    return 0xFF if tensor.dtype == torch.uint8 else math.nan
 
 
 def _blank(state: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ Where keys lie:
 
 * position p of sequence g at or after starts[g]: k_rows[first[g] + p - starts[g]];
 * an earlier position: ring[slots[g], p mod W];
-* entry j of g: row tables[g, j // n] * n + j mod n of entries seen as [blocks * n, D].
+* entry j of g: row tables[g, j // n] * n + j mod n of entries seen as [blocks * n, ...].
+
+A key is D numbers, or a record of bytes that the kernel unpacks as it reads (engine.plan.records).
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from torch import Tensor
 
 from engine.kernels.attention_kernel import attend_kernel, combine_kernel
 from engine.kernels.overlap import overlapping
+from engine.kernels.records import layout_of, unpack_torch
 from engine.kernels.rope import rotate_torch
 from engine.kernels.rows import Rows
+from engine.plan.records import ALIGNMENT, Form
 
 #: Rows whose keys the torch form gathers at a time: bounds the memory it takes.
 _CHUNK = 32
@@ -43,15 +47,17 @@ def attend_torch(
     head_norm_eps: float | None,
     window: int,
     scale: float,
+    window_form: Form = "none",
+    entry_form: Form = "none",
 ) -> Tensor:
     """Attention of all rows.
 
     Args:
         q: float32 or bfloat16 [T, H * D], before head norm and rotation.
-        k_rows: [T, D], window keys of this pass.
-        ring: [slots, W, D], window keys of earlier passes.
-        entries: [blocks, n, D], n = block_size // ratio; None in window layers.
-        choice: int32 [T, K], rows of entries seen as [blocks * n, D], ascending, then -1 as
+        k_rows: window keys of this pass: [T, D], or uint8 [T, nbytes] in a narrow form.
+        ring: [slots, W, ...] likewise, window keys of earlier passes.
+        entries: [blocks, n, ...] likewise, n = block_size // ratio; None in window layers.
+        choice: int32 [T, K], rows of entries seen as [blocks * n, ...], ascending, then -1 as
             padding; None to attend every visible entry: j < (position + 1) // ratio.
         sink: float32 [H], a logit.
         rope: table float32 [P, 2, R].
@@ -60,12 +66,15 @@ def attend_torch(
         head_norm_eps: of V4's norm per query head; None without it.
         window: W.
         scale: of the logits.
+        window_form: of k_rows and ring.
+        entry_form: of entries.
 
     Returns:
         [T, H * D] in q's dtype.
     """
     tokens, heads = rows.num_rows, sink.shape[0]
     q = q.view(tokens, heads, -1)
+    shape = q.shape[-1], 2 * rope.shape[-1], q.dtype
     wide = torch.promote_types(q.dtype, torch.float32)
     if head_norm_eps is not None:
         square = q.to(wide).square().mean(-1, keepdim=True)
@@ -75,8 +84,10 @@ def attend_torch(
     for first in range(0, tokens, _CHUNK):
         part = slice(first, min(first + _CHUNK, tokens))
         keys, shown = _window_of(part, k_rows, ring, rows, window)
+        keys = unpack_torch(keys, window_form, *shape)
         if entries is not None:
             more, visible = _entries_of(part, entries, choice, rows, ratio)
+            more = unpack_torch(more, entry_form, *shape)
             keys, shown = torch.cat((keys, more), 1), torch.cat((shown, visible), 1)
         # Memory that is not shown may hold anything, also what no product with 0 removes.
         keys = keys.masked_fill(~shown[..., None], 0).to(wide)
@@ -92,7 +103,7 @@ def attend_torch(
 def _window_of(
     part: slice, k_rows: Tensor, ring: Tensor, rows: Rows, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Window keys [M, W, D] of the rows of a part, and which of them exist, bool [M, W]."""
+    """Window keys [M, W, ...] of the rows of a part, and which of them exist, bool [M, W]."""
     seq = rows.seq[part].long()
     back = torch.arange(1 - window, 1, dtype=torch.int32, device=seq.device)
     at = rows.positions[part, None] + back
@@ -108,7 +119,7 @@ def _window_of(
 def _entries_of(
     part: slice, entries: Tensor, choice: Tensor | None, rows: Rows, ratio: int
 ) -> tuple[Tensor, Tensor]:
-    """Entries [M, K, D] that the rows of a part attend, and which are real, bool [M, K]."""
+    """Entries [M, K, ...] that the rows of a part attend, and which are real, bool [M, K]."""
     flat = entries.reshape(-1, entries.shape[-1])
     if choice is not None:
         places = choice[part].long()
@@ -192,6 +203,8 @@ def attend_triton(
     head_norm_eps: float | None,
     window: int,
     scale: float,
+    window_form: Form = "none",
+    entry_form: Form = "none",
     tile: Tile | None = None,
 ) -> Tensor:
     """Run attend_torch as one kernel, or two where the keys of a row are split; D a power of two.
@@ -200,7 +213,7 @@ def attend_triton(
         q: this and all others as for attend_torch.
         k_rows: as above.
         ring: as above.
-        entries: as above, of ring's dtype.
+        entries: as above, plain numbers or records as ring has them.
         choice: as above.
         sink: as above.
         rope: as above.
@@ -209,18 +222,27 @@ def attend_triton(
         head_norm_eps: as above.
         window: as above.
         scale: as above.
+        window_form: as above.
+        entry_form: as above.
         tile: how to cut, else tile_for.
 
     Raises:
-        ValueError: entries and ring differ in dtype, or the ring is not `window` wide, or pools
-            are not aligned to 8 elements.
+        ValueError: entries and ring differ in dtype or are of other forms than said, or the ring
+            is not `window` wide, or pools are not aligned to 8 numbers or 16 bytes of records.
     """
-    width, dim = ring.shape[1:]
+    width, tail = ring.shape[1], 2 * rope.shape[-1]
     if width != window:
         raise ValueError(f"window: expected the width of the ring, {width}, got {window}")
     if entries is not None and entries.dtype != ring.dtype:
         raise ValueError(f"entries: expected the ring's {ring.dtype}, got {entries.dtype}")
     tokens, heads = rows.num_rows, sink.shape[0]
+    dim = q.shape[1] // heads
+    record = layout_of(ring, window_form, dim, tail, q.dtype)
+    units = dim // 8 if record is None else record.nbytes // ALIGNMENT
+    entry_units = units
+    if entries is not None:
+        of_entry = layout_of(entries, entry_form, dim, tail, q.dtype)
+        entry_units = dim // 8 if of_entry is None else of_entry.nbytes // ALIGNMENT
     per_block = 1 if entries is None else entries.shape[1]
     topk = 0 if choice is None else choice.shape[1]
     most = 0
@@ -235,9 +257,10 @@ def attend_triton(
         shape = (tokens, tile.splits, heads)
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    keys = -(-(window + most) // tile.keys) * tile.keys
+    # Entries of another form begin with a tile of their own.
+    keys = (-(-window // tile.keys) - (-most // tile.keys)) * tile.keys
     lists = torch.empty(min(tokens, _LAUNCH), keys, dtype=torch.int64, device=q.device)
-    k_rows = k_rows.to(ring.dtype)
+    k_rows = k_rows if record else k_rows.to(ring.dtype)
     for row in range(0, tokens, _LAUNCH):
         attend_kernel[(min(tokens - row, _LAUNCH), -(-heads // tile.heads), tile.splits)](
             q,
@@ -269,6 +292,10 @@ def attend_triton(
             R=rope.shape[-1],
             RATIO=max(ratio, 1),
             PER_BLOCK=per_block,
+            WINDOW_FORM=window_form,
+            ENTRY_FORM=entry_form,
+            UNITS=units,
+            ENTRY_UNITS=entry_units,
             HAS_ENTRIES=entries is not None,
             CHOICE=0 if choice is None else max(1 << (topk - 1).bit_length(), _LEAST_CHOICE),
             HEAD_NORM=head_norm_eps is not None,
@@ -302,8 +329,9 @@ def attend_triton(
 
 
 def _place(tensor: Tensor, ring: Tensor) -> int:
-    """Where a tensor begins, counted from a ring in units of 8 elements."""
-    place, odd = divmod(tensor.data_ptr() - ring.data_ptr(), 8 * ring.itemsize)
+    """Where a tensor begins, counted from a ring in units of 8 numbers, or 16 bytes of records."""
+    unit = ALIGNMENT if ring.dtype == torch.uint8 else 8 * ring.itemsize
+    place, odd = divmod(tensor.data_ptr() - ring.data_ptr(), unit)
     if odd:
-        raise ValueError("expected tensors that begin a multiple of 8 elements apart")
+        raise ValueError(f"expected tensors that begin a multiple of {unit} bytes apart")
     return place

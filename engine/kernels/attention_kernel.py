@@ -3,13 +3,15 @@
 A row's keys are those of its window that exist, oldest first, then its compressed entries. Before
 it walks them a program writes down where each lies, so that the walk itself knows no difference
 between a ring, the keys of the pass and a pool of entries: addresses take no instructions there.
-Places are offsets from the ring, in units of 8 elements: what the compiler needs to know to load
-16 bytes at a time.
+Places are offsets from the ring, in units of 16 bytes of records or of 8 plain numbers: what the
+compiler needs to know to load 16 bytes at a time. Where window keys and entries are records of two
+forms, entries begin with a tile of their own, and there are two walks.
 """
 
 from __future__ import annotations
 
 from engine.kernels.overlap import await_previous, begin_next
+from engine.kernels.record_device import record_tile_device
 from engine.kernels.rope import rotate_device
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -84,6 +86,7 @@ def list_keys_device(
     first,
     last,
     window,
+    entries_from,
     position,
     start,
     own,
@@ -91,20 +94,26 @@ def list_keys_device(
     entries,
     chosen,
     W: tl.constexpr,
-    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    ENTRY_UNITS: tl.constexpr,
     N: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     CHOICE: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
+    ONE_FORM: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Write down where keys [first, last) of a row lie, and fill the last tile up.
+    """Write down where keys [first, last) of a row lie, and fill tiles up.
+
+    What fills a tile up has no weight but is read: it is the row's own key, or, in a tile of
+    entries of another form, the first entry of the dummy block.
 
     Args:
         keys: pointer to the row's list, int64.
         first: of the share.
         last: end of the share.
         window: keys of the row's window.
+        entries_from: number of the first entry, `window` or more.
         position: of the row.
         start: position of the first row of its sequence in this pass.
         own: place of that row's key.
@@ -112,30 +121,35 @@ def list_keys_device(
         entries: place of entry 0 of the pool.
         chosen: pointer to the row's choice, or to its sequence's block table.
         W: rows of a ring.
-        D: head width.
+        UNITS: of a window key.
+        ENTRY_UNITS: of an entry.
         N: keys of a tile.
         PER_BLOCK: entries in a block.
         CHOICE: 0 if `chosen` is a block table.
         HAS_ENTRIES: whether there are any.
+        ONE_FORM: whether entries have the form of window keys.
         LIST: keys written at a time.
     """
-    UNITS: tl.constexpr = D // 8
     filled = first + tl.cdiv(last - first, N) * N
+    filler = own + (position - start) * UNITS
     for base in range(first, filled, LIST):
         i = base + tl.arange(0, LIST)
         at = position + 1 - window + i
         place = tl.where(at >= start, own + (at - start) * UNITS, kept + at % W * UNITS)
+        place = tl.where(i < tl.minimum(window, last), place, filler)
         if HAS_ENTRIES:
-            entry = i - window
+            entry = i - entries_from
             there = (entry >= 0) & (i < last)
             if CHOICE > 0:
                 of_pool = tl.load(chosen + entry, mask=there, other=0).to(tl.int64)
             else:
                 block = tl.load(chosen + entry // PER_BLOCK, mask=there, other=0)
                 of_pool = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
-            place = tl.where(entry >= 0, entries + of_pool * UNITS, place)
-        # What fills the tile up has no weight but is read: the row's own key will do.
-        place = tl.where(i < last, place, own + (position - start) * UNITS)
+            of_pool = entries + of_pool * ENTRY_UNITS
+            if ONE_FORM:
+                place = tl.where(there, of_pool, place)
+            else:
+                place = tl.where(entry >= 0, tl.where(there, of_pool, entries), place)
         tl.store(keys + i, place, mask=i < filled)
 
 
@@ -175,6 +189,44 @@ def attend_tile_device(queries, key, tile, last, scale, acc, top, total):
     fade = tl.exp2(top - peak)
     acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
     return acc, peak, total * fade[:, None] + weights
+
+
+@triton.jit
+def walk_device(
+    ring, keys, first, last, real, queries, scale, acc, top, total,
+    D: tl.constexpr, TAIL: tl.constexpr, FORM: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take the tiles of keys from `first` up to `last` in; keys from number `real` on do not count.
+
+    Args:
+        ring: what places count from.
+        keys: pointer to the row's list.
+        first: number of the first key, of a tile.
+        last: end.
+        real: end of what counts.
+        queries: this and all to total as for attend_tile_device.
+        scale: as above.
+        acc: as above.
+        top: as above.
+        total: as above.
+        D: head width.
+        TAIL: rotary dimensions.
+        FORM: of the keys.
+        N: keys of a tile.
+        STAGES: of the loop.
+    """
+    M: tl.constexpr = queries.shape[0]
+    for tile in tl.range(first, last, N, num_stages=STAGES):
+        place = tl.load(keys + tile + tl.arange(0, N))
+        key = record_tile_device(ring, place, D, TAIL, FORM, queries.dtype)
+        if M < 64:  # noqa: SIM114 - decided at compile time, unlike the other
+            acc, top, total = attend_tile_device(queries, key, tile, real, scale, acc, top, total)
+        # Always so. What the compiler finds under a condition it puts behind the loads of the
+        # next tile, which otherwise would begin when this one is done.
+        elif tile < last:
+            acc, top, total = attend_tile_device(queries, key, tile, real, scale, acc, top, total)
+    return acc, top, total
 
 
 # What differs from pass to pass must not need another compilation.
@@ -218,6 +270,10 @@ def attend_kernel(
     R: tl.constexpr,
     RATIO: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    WINDOW_FORM: tl.constexpr,
+    ENTRY_FORM: tl.constexpr,
+    UNITS: tl.constexpr,
+    ENTRY_UNITS: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
     CHOICE: tl.constexpr,
     HEAD_NORM: tl.constexpr,
@@ -263,7 +319,9 @@ def attend_kernel(
         reach = tl.maximum(reach - tl.load(floors + sequence), 0)
     window = tl.minimum(reach, W)
     first_key = 0
-    last_key = window
+    ONE_FORM: tl.constexpr = WINDOW_FORM == ENTRY_FORM or not HAS_ENTRIES
+    entries_from = window if ONE_FORM else tl.cdiv(window, N) * N
+    last_key = entries_from
     if HAS_ENTRIES:
         if CHOICE > 0:
             chosen += row.to(tl.int64) * chosen_stride
@@ -278,11 +336,11 @@ def attend_kernel(
         first_key = split * share
         last_key = tl.minimum(first_key + share, last_key)
     keys = lists + tl.program_id(0).to(tl.int64) * list_stride
-    own = k_rows_place + first_row.to(tl.int64) * (D // 8)
-    kept = tl.load(slots + sequence).to(tl.int64) * (W * D // 8)
+    own = k_rows_place + first_row.to(tl.int64) * UNITS
+    kept = tl.load(slots + sequence).to(tl.int64) * (W * UNITS)
     list_keys_device(
-        keys, first_key, last_key, window, position, start, own, kept, entries_place, chosen,
-        W, D, N, PER_BLOCK, CHOICE, HAS_ENTRIES, LIST,
+        keys, first_key, last_key, window, entries_from, position, start, own, kept, entries_place,
+        chosen, W, UNITS, ENTRY_UNITS, N, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM, LIST,
     )  # fmt: skip
     queries = ready_queries_device(
         x, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
@@ -295,19 +353,20 @@ def attend_kernel(
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    for tile in tl.range(first_key, last_key, N, num_stages=STAGES):
-        place = tl.load(keys + tile + tl.arange(0, N)) * 8
-        key = tl.load(ring + place[:, None] + column).to(queries.dtype)
-        if M < 64:  # noqa: SIM114 - decided at compile time, unlike the other
-            acc, top, total = attend_tile_device(
-                queries, key, tile, last_key, scale, acc, top, total
-            )
-        # Always so. What the compiler finds under a condition it puts behind the loads of the
-        # next tile, which otherwise would begin when this one is done.
-        elif tile < last_key:
-            acc, top, total = attend_tile_device(
-                queries, key, tile, last_key, scale, acc, top, total
-            )
+    if ONE_FORM:
+        acc, top, total = walk_device(
+            ring, keys, first_key, last_key, last_key, queries, scale, acc, top, total,
+            D, 2 * R, WINDOW_FORM, N, STAGES,
+        )  # fmt: skip
+    else:
+        acc, top, total = walk_device(
+            ring, keys, first_key, tl.minimum(last_key, entries_from), window, queries, scale, acc,
+            top, total, D, 2 * R, WINDOW_FORM, N, STAGES,
+        )  # fmt: skip
+        acc, top, total = walk_device(
+            ring, keys, tl.maximum(first_key, entries_from), last_key, last_key, queries, scale,
+            acc, top, total, D, 2 * R, ENTRY_FORM, N, STAGES,
+        )  # fmt: skip
 
     begin_next(OVERLAP)
     sum_of_weights = tl.sum(total, axis=1)

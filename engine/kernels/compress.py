@@ -7,8 +7,9 @@ itself. Ratio 1 pools nothing. A group is complete with its last token; rows of 
 a *state* ring: float32 [slots, ring, 2 * width], kv | gate score with its position bias added, of
 position p in row p mod ring, ring >= r (2 r with overlap).
 
-Rounding happens where the official code stores bfloat16: after pooling, norm, rotation and round
-trip, each time to the pool's dtype; everything else is float32.
+Rounding happens where the official code stores bfloat16: after pooling, norm and rotation, each time
+to the dtype of activations; everything else is float32. Entries are stored as numbers of that dtype
+or as records of bytes (engine.plan.records).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.places import completes, entry_places, norm
+from engine.kernels.record_device import store_record_device
+from engine.kernels.records import layout_of, pack_torch
 from engine.kernels.rope import rotate_device, rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device, signs_device, signs_for
+from engine.kernels.roundtrip import signs_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
+from engine.plan.records import Form
 
 # ---------------------------------------------------------------- torch
 
@@ -39,6 +43,7 @@ def compress_torch(
     rope: Tensor,
     form: Form,
     pool: Tensor,
+    dtype: torch.dtype,
     want_latent: bool = False,
     store: bool = True,
 ) -> Tensor | None:
@@ -55,15 +60,20 @@ def compress_torch(
         eps: of the norm.
         rope: float32 [P, 2, R]; entry j is rotated to position j * ratio.
         form: how entries are stored.
-        pool: [blocks, block_size / ratio, D], written.
+        pool: [blocks, block_size / ratio, ...] in that form, written.
+        dtype: of activations.
         want_latent: whether the caller needs the values before rotation.
         store: whether all rows of the pass count; else `store_state` is to follow with those that do.
 
     Returns:
-        latents [T, D] in the pool's dtype: row t has that of the group which row t completes, and
-        zeros where it completes none; None unless wanted.
+        latents [T, D] in that dtype: row t has that of the group which row t completes, and zeros
+        where it completes none; None unless wanted.
+
+    Raises:
+        ValueError: the pool is of another form.
     """
-    count, dim = proj.shape[0], pool.shape[-1]
+    count, tail = proj.shape[0], 2 * rope.shape[2]
+    layout_of(pool, form, norm_w.shape[0], tail, dtype)
     done = completes(rows, ratio)
     if ratio == 1:
         pooled, at = proj.float(), torch.arange(count, device=proj.device)
@@ -79,12 +89,13 @@ def compress_torch(
         real, at = last >= 0, last.clamp(min=0)
         pooled = _pooled(biased, state, rows, at, ratio, overlap)
         pooled = torch.where(real[:, None], pooled, 0)
-    latent = norm(pooled.to(pool.dtype), norm_w, eps)
+    latent = norm(pooled.to(dtype), norm_w, eps)
     entry = rows.positions[at] // ratio
-    stored = round_trip(rotate_torch(latent, rope, entry * ratio), form, 2 * rope.shape[2])
+    stored = pack_torch(rotate_torch(latent, rope, entry * ratio), form, tail)
     # What is not real goes to the dummy block, whose content is nobody's.
     places = torch.where(real, entry_places(rows, rows.seq[at], entry, ratio), 0)
-    pool.view(-1, dim).index_copy_(0, places, torch.where(real[:, None], stored, 0))
+    flat = pool.view(-1, pool.shape[-1])
+    flat.index_copy_(0, places, torch.where(real[:, None], stored, 0))
     if store and state is not None:
         store_state_torch(proj, ape, state, rows, ratio=ratio)
     if not want_latent:
@@ -224,8 +235,8 @@ def compress_device(
     PER_BLOCK: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, HAS_APE: tl.constexpr,
     LATENT: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Everything a compressor does with row t of a pass."""
-    kind: tl.constexpr = pool.dtype.element_ty
+    """Everything a compressor does with row t of a pass; `latent` has the dtype of activations."""
+    kind: tl.constexpr = latent.dtype.element_ty
     WIDTH: tl.constexpr = 2 * D if PAIRED else D
     g = tl.load(seq + t)
     position, slot = tl.load(positions + t), tl.load(slots + g)
@@ -249,12 +260,9 @@ def compress_device(
         tile = tl.reshape(x.to(tl.float32), (1, D))
         tile = rotate_device(tile, rope, tl.full((1,), 0, tl.int32) + entry * RATIO, PAIRS)
         matrix = signs_device(signs, FORM, D)
-        stored = round_trip_device(cast(tile, kind), FORM, 2 * PAIRS, matrix)
         block = tl.load(tables + g * table_width + entry // PER_BLOCK).to(tl.int64)
-        tl.store(
-            pool + (block * PER_BLOCK + entry % PER_BLOCK) * D + column[None, :],
-            stored,
-        )
+        place = tl.zeros((1,), tl.int64) + block * PER_BLOCK + entry % PER_BLOCK
+        store_record_device(pool, place, cast(tile, kind), place >= 0, D, 2 * PAIRS, FORM, matrix)
     elif LATENT:
         tl.store(latent + t.to(tl.int64) * D + column, tl.zeros((D,), kind))
     if STORE:
@@ -311,12 +319,14 @@ def compress_triton(
     rope: Tensor,
     form: Form,
     pool: Tensor,
+    dtype: torch.dtype,
     want_latent: bool = False,
     store: bool = True,
 ) -> Tensor | None:
     """Do as `compress_torch`; one launch for decode, two for longer chunks that store state."""
-    count, dim = proj.shape[0], pool.shape[-1]
-    latent = proj.new_empty((count, dim), dtype=pool.dtype) if want_latent else None
+    count, dim = proj.shape[0], norm_w.shape[0]
+    layout_of(pool, form, dim, 2 * rope.shape[2], dtype)
+    latent = proj.new_empty((count if want_latent else 0, dim), dtype=dtype)
     store = store and state is not None
     # A later row of a chunk would overwrite what an earlier group still has to read.
     fused = store and rows.is_decode
@@ -324,7 +334,7 @@ def compress_triton(
     _compress[(count,)](
         proj, proj.stride(0), ape, state, rows.positions, rows.seq, rows.slots, rows.starts,
         rows.first, rows.tables, rows.tables.shape[1], norm_w, eps, rope,
-        signs_for(form, dim, pool.dtype, pool.device), pool, latent,
+        signs_for(form, dim, dtype, pool.device), pool, latent,
         RATIO=ratio, PAIRED=overlap, D=dim, RING=1 if state is None else state.shape[1],
         PER_BLOCK=rows.block_size // ratio, PAIRS=rope.shape[2], FORM=form,
         HAS_APE=ape is not None, LATENT=want_latent, STORE=fused, CHUNK=min(members, 8),
@@ -333,7 +343,7 @@ def compress_triton(
     if store and not fused:
         assert state is not None
         store_state_triton(proj, ape, state, rows, ratio=ratio)
-    return latent
+    return latent if want_latent else None
 
 
 def store_state_triton(

@@ -14,13 +14,8 @@ from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
-from engine.kernels.records import (
-    layout_of,
-    pack_torch,
-    record_tile_device,
-    store_record_device,
-    unpack_torch,
-)
+from engine.kernels.record_device import record_tile_device, store_record_device
+from engine.kernels.records import layout_of, pack_torch, unpack_torch
 from engine.kernels.rope import rotate_device, rotate_torch
 from engine.kernels.roundtrip import round_trip, round_trip_device, signs_device, signs_for
 from engine.kernels.rows import Rows
@@ -61,7 +56,7 @@ def index_keys_from_latent_torch(
     Raises:
         ValueError: the pool is of another form.
     """
-    layout_of(pool, form, norm_w.shape[0], 0)
+    layout_of(pool, form, norm_w.shape[0], 0, latent.dtype)
     key = torch.nn.functional.linear(latent, dequantise(wk, latent.dtype))
     entry = rows.positions // ratio
     key = rotate_torch(norm(key, norm_w, eps), rope, entry * ratio)
@@ -125,7 +120,7 @@ def scores_torch(
         places = entry_places(rows, rows.seq[part][:, None], entries, ratio)
         seen = (entries + 1) * ratio <= rows.positions[part][:, None] + 1
         own = keys.view(-1, keys.shape[-1])[torch.where(seen, places, 0)]
-        own = unpack_torch(own, key_form, q.shape[-1], 0, torch.float32)
+        own = unpack_torch(own, key_form, q.shape[-1], 0, q.dtype).float()
         found = reference.index_scores(q[part].float(), own, head_w[part].float())
         if candidates is not None:
             seen = seen & candidates[part].repeat_interleave(candidate_group, 1)[:, : len(entries)]
@@ -198,7 +193,7 @@ def index_keys_from_latent_triton(
 ) -> None:
     """Do as `index_keys_from_latent_torch`; one launch."""
     count, wide = latent.shape
-    layout_of(pool, form, norm_w.shape[0], 0)
+    layout_of(pool, form, norm_w.shape[0], 0, latent.dtype)
     tile = 16 if count <= 1024 else 64
     _index_keys[(triton.cdiv(count, tile),)](
         latent, wk.data, norm_w, eps, rope, rows.positions, rows.seq, rows.tables,
@@ -415,7 +410,7 @@ def scores_triton(
     Raises:
         ValueError: the keys are of another form.
     """
-    record = layout_of(keys, key_form, q.shape[-1], 0)
+    record = layout_of(keys, key_form, q.shape[-1], 0, q.dtype)
     last = rows.num_rows if last is None else last
     count, (heads, dim) = last - first, q.shape[1:]
     width = max(1, rows.max_end // ratio)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.kernels.compress import compress_device, compress_torch, compress_triton
@@ -19,17 +20,19 @@ from engine.kernels.index import (
     index_queries_triton,
 )
 from engine.kernels.overlap import await_previous, begin_next, overlapping
-from engine.kernels.roundtrip import Form, signs_for
+from engine.kernels.records import layout_of, rows_like
+from engine.kernels.roundtrip import signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
 from engine.kernels.window import window_keys_kernel, window_keys_torch, window_keys_triton
+from engine.plan.records import Form
 
 # ---------------------------------------------------------------- torch
 
 
 @dataclass(frozen=True, slots=True)
 class WindowInput:
-    """Arguments of window_keys: kv [T, D], norm_w [D], ring [slots, W, D], form."""
+    """Arguments of window_keys: kv [T, D], norm_w [D], ring [slots, W, ...], form."""
 
     kv: Tensor
     norm_w: Tensor
@@ -87,7 +90,7 @@ def attention_inputs_torch(
             in a pass of one row a sequence.
 
     Returns:
-        window keys [T, D] of the pass, latents [T, D] or None, index queries [T, Hi, Di] or None.
+        window keys [T, ...] of the pass, latents [T, D] or None, index queries [T, Hi, Di] or None.
     """
     k_rows = window_keys_torch(
         window.kv, window.norm_w, eps, rope, rows, window.ring,
@@ -96,7 +99,8 @@ def attention_inputs_torch(
     latents = [
         compress_torch(
             c.proj, c.ape, c.state, rows, ratio=ratio, overlap=overlap, norm_w=c.norm_w, eps=eps,
-            rope=rope, form=c.form, pool=c.pool, want_latent=want_latent and i == 0, store=store,
+            rope=rope, form=c.form, pool=c.pool, dtype=window.kv.dtype,
+            want_latent=want_latent and i == 0, store=store,
         )
         for i, c in enumerate(compressors)
     ]  # fmt: skip
@@ -163,17 +167,19 @@ def _attention_inputs(
             )  # fmt: skip
 
 
-def _fields(c: CompressorInput | None) -> tuple[object, ...]:
+def _fields(c: CompressorInput | None, rope: Tensor, dtype: torch.dtype) -> tuple[object, ...]:
     if c is None:
         return (None, 0, None, None, None, None, None)
-    signs = signs_for(c.form, c.pool.shape[-1], c.pool.dtype, c.pool.device)
+    dim = c.norm_w.shape[0]
+    layout_of(c.pool, c.form, dim, 2 * rope.shape[2], dtype)
+    signs = signs_for(c.form, dim, dtype, c.pool.device)
     return c.proj, c.proj.stride(0), c.ape, c.state, c.norm_w, c.pool, signs
 
 
 def _shape(c: CompressorInput | None, name: str) -> dict[str, object]:
     return {
         name: int(c is not None),
-        f"D_{name}": 0 if c is None else c.pool.shape[-1],
+        f"D_{name}": 0 if c is None else c.norm_w.shape[0],
         f"RING_{name}": 1 if c is None or c.state is None else c.state.shape[1],
         f"FORM_{name}": "none" if c is None else c.form,
         f"APE_{name}": c is not None and c.ape is not None,
@@ -201,10 +207,11 @@ def attention_inputs_triton(
         )  # fmt: skip
     count, dim = window.kv.shape
     a, b = (*compressors, None, None)[:2]
-    k_rows = window.kv.new_empty((count, dim))
-    latent = q = None
-    if want_latent and a is not None:
-        latent = a.proj.new_empty((count, a.pool.shape[-1]), dtype=a.pool.dtype)
+    layout_of(window.ring, window.form, dim, 2 * rope.shape[2], window.kv.dtype)
+    k_rows = rows_like(window.kv, window.form, dim, 2 * rope.shape[2], count)
+    q = None
+    want_latent = want_latent and a is not None
+    latent = window.kv.new_empty((count if want_latent else 0, dim))
     heads = head_dim = 0
     signs = None
     if queries is not None:
@@ -218,16 +225,16 @@ def attention_inputs_triton(
         rows.positions, rows.seq, rows.slots, rows.starts, rows.first, rows.tables,
         rows.tables.shape[1], rope, eps,
         window.kv, window.kv.stride(0), window.norm_w, k_rows, window.ring,
-        *_fields(a), latent, *_fields(b),
+        *_fields(a, rope, window.kv.dtype), latent, *_fields(b, rope, window.kv.dtype),
         None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
         signs, q,
         W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
         RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
-        CHUNK=min(members, 8), LATENT=latent is not None, **_shape(a, "A"), **_shape(b, "B"),
+        CHUNK=min(members, 8), LATENT=want_latent, **_shape(a, "A"), **_shape(b, "B"),
         H=heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form, HEADS=HEADS,
         num_warps=8 if members > 8 else 4, **overlapping(k_rows.device),
     )  # fmt: skip
-    return k_rows, latent, q
+    return k_rows, latent if want_latent else None, q
 
 
 def _apart(
@@ -251,7 +258,8 @@ def _apart(
     latents = [
         compress_triton(
             c.proj, c.ape, c.state, rows, ratio=ratio, overlap=overlap, norm_w=c.norm_w, eps=eps,
-            rope=rope, form=c.form, pool=c.pool, want_latent=want_latent and i == 0, store=store,
+            rope=rope, form=c.form, pool=c.pool, dtype=window.kv.dtype,
+            want_latent=want_latent and i == 0, store=store,
         )
         for i, c in enumerate(compressors)
     ]  # fmt: skip

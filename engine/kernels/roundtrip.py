@@ -22,15 +22,14 @@ Scales are powers of two where nothing else is said. Values of every form are ex
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.triton_compat import cast, dot, tl, triton
-
-Form = Literal["none", "fp8_64_tail", "fp8_32", "fp4_e4m3_16", "fp4_32", "hadamard_fp4_32"]
+from engine.plan.records import Form
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -187,7 +186,7 @@ def fp4_scale_device(amax):
 
 
 @triton.jit
-def _reciprocal(scale):
+def reciprocal_device(scale):
     """1 / scale, exact, of a normal power of two up to 2**126."""
     return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
@@ -219,7 +218,7 @@ def fp8_device(x, GROUP: tl.constexpr, TAIL: tl.constexpr):
     stored = (column < N - TAIL)[None, :, :]
     amax = tl.max(tl.where(stored, tl.abs(groups), 0.0), axis=2)
     scale = fp8_scale_device(tl.maximum(amax, 1e-4))[:, :, None]
-    rounded = round_e4m3_device(groups * _reciprocal(scale)) * scale
+    rounded = round_e4m3_device(groups * reciprocal_device(scale)) * scale
     return tl.reshape(tl.where(stored, rounded, groups), (M, N))
 
 
@@ -233,7 +232,7 @@ def fp4_device(x, GROUP: tl.constexpr):
     amax = tl.max(tl.abs(groups), axis=2)
     floor: tl.constexpr = 6.0 * 2.0**-126
     scale = fp4_scale_device(tl.maximum(amax, floor))[:, :, None]
-    return tl.reshape(round_e2m1_device(groups * _reciprocal(scale)) * scale, (M, N))
+    return tl.reshape(round_e2m1_device(groups * reciprocal_device(scale)) * scale, (M, N))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import entry_places
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
+from engine.plan.records import Form
 
 # ---------------------------------------------------------------- torch
 
@@ -27,6 +28,7 @@ def choose_torch(
     *,
     ratio: int,
     topk: int,
+    key_form: Form = "none",
     candidates: Tensor | None = None,
     candidate_group: int = 0,
     candidate_topk: int = 0,
@@ -36,10 +38,11 @@ def choose_torch(
     Args:
         q: [T, Hi, Di], index queries.
         head_w: [T, Hi], scaled; may be negative.
-        keys: [blocks, block_size / ratio, Di].
+        keys: [blocks, block_size / ratio, ...].
         rows: of the pass.
         ratio: tokens per entry.
         topk: most entries of a row.
+        key_form: of the keys (engine.plan.records).
         candidates: bool [T, ceil(E / candidate_group)] from the candidate source, E = max(1,
             rows.max_end // ratio): groups that may be chosen; None leaves all.
         candidate_group: consecutive entries of a candidate group; needed with either of the others.
@@ -57,6 +60,7 @@ def choose_torch(
         keys,
         rows,
         ratio=ratio,
+        key_form=key_form,
         candidates=candidates,
         candidate_group=candidate_group,
     )
@@ -344,6 +348,7 @@ def choose_triton(
     *,
     ratio: int,
     topk: int,
+    key_form: Form = "none",
     candidates: Tensor | None = None,
     candidate_group: int = 0,
     candidate_topk: int = 0,
@@ -369,7 +374,8 @@ def choose_triton(
         scores, best = None, None
         if width > topk or builds or restricted:
             scores, best = scores_triton(
-                q, head_w, keys, rows, ratio=ratio, first=first, last=min(first + step, count),
+                q, head_w, keys, rows, ratio=ratio, key_form=key_form, first=first,
+                last=min(first + step, count),
                 idle=min(idle, candidate_topk * candidate_group) if builds else idle,
                 candidates=candidates, candidate_group=candidate_group, build=builds,
             )  # fmt: skip

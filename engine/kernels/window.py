@@ -1,9 +1,10 @@
 """Window keys (model.md 2.4 step 4): norm, rotation and storage form, and the rings that keep them.
 
-A ring is [slots, W, D]: position p of a sequence lies in row p mod W of its slot. The keys of the
-running pass are used from where window_keys leaves them, k_rows [T, D], and enter the ring by
-store_window afterwards: so a chunk's first rows still find the keys that its last rows replace,
-and rows that turn out not to count (rejected drafts) are never stored.
+A ring is [slots, W, ...]: position p of a sequence lies in row p mod W of its slot, as D numbers or
+as a record of bytes (engine.plan.records). The keys of the running pass are used from where
+window_keys leaves them, k_rows [T, ...], of the same form, and enter the ring by store_window
+afterwards: so a chunk's first rows still find the keys that its last rows replace, and rows that turn
+out not to count (rejected drafts) are never stored.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.record_device import store_record_device
+from engine.kernels.records import layout_of, pack_torch, rows_like
 from engine.kernels.rope import rotate_torch
-from engine.kernels.roundtrip import Form, round_trip, round_trip_device
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
+from engine.plan.records import Form
 
 
-def _check_store(rows: Rows, ring: Tensor | None) -> None:
-    if ring is None or not rows.is_decode:
+def _check(
+    kv: Tensor, rope: Tensor, rows: Rows, ring: Tensor | None, form: Form, *, store: bool
+) -> None:
+    if ring is not None:
+        layout_of(ring, form, kv.shape[1], 2 * rope.shape[-1], kv.dtype)
+    if store and (ring is None or not rows.is_decode):
         raise ValueError(
             "store: expected a ring and sequences of one row, got "
             f"{'no ring' if ring is None else f'up to {rows.max_length} rows'}"
@@ -36,9 +43,9 @@ def window_keys_torch(
     form: Form,
     store: bool,
 ) -> Tensor:
-    """Window keys of all rows, as a cache would give them back.
+    """Window keys of all rows, as a cache stores them.
 
-    RMSNorm, rounded to kv's dtype; rotation, rounded likewise; the round trip of `form`.
+    RMSNorm, rounded to kv's dtype; rotation, rounded likewise; packed in `form`.
 
     Args:
         kv: float32 or bfloat16 [T, D], rows may be strided.
@@ -46,24 +53,23 @@ def window_keys_torch(
         eps: of the norm.
         rope: table float32 [P, 2, R].
         rows: the pass.
-        ring: [slots, W, D]; needed to store, and if given k_rows are rounded to its dtype.
-        form: see engine.kernels.roundtrip.
+        ring: [slots, W, ...] in that form; needed to store. Plain k_rows are rounded to its dtype.
+        form: see engine.plan.records.
         store: write the keys into the ring at once. Only for sequences of one row: that row
             replaces the one key its window no longer covers.
 
     Returns:
-        k_rows [T, D] in kv's dtype.
+        k_rows: [T, D] in kv's dtype for form "none", else uint8 [T, nbytes].
 
     Raises:
-        ValueError: store without a ring or with longer sequences.
+        ValueError: store without a ring or with longer sequences, or a ring of another form.
     """
-    if store:
-        _check_store(rows, ring)
+    _check(kv, rope, rows, ring, form, store=store)
     wide = kv.to(torch.promote_types(kv.dtype, torch.float32))
     rho = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     k = (wide * rho * norm_w.to(wide.dtype)).to(kv.dtype)
     k = rotate_torch(k, rope, rows.positions)
-    k = round_trip(k, form, tail=2 * rope.shape[-1])
+    k = pack_torch(k, form, tail=2 * rope.shape[-1])
     if ring is not None:
         k = k.to(ring.dtype).to(k.dtype)
         if store:
@@ -77,9 +83,9 @@ def store_window_torch(
     """Keep the keys of the last W rows of each sequence.
 
     Args:
-        k_rows: [T, D].
+        k_rows: [T, ...].
         rows: the pass.
-        ring: [slots, W, D], written. Slot 0 takes what is not kept.
+        ring: [slots, W, ...], written. Slot 0 takes what is not kept.
         lengths: int32 [G], rows of each sequence that count, where not all do; may be 0.
     """
     width = ring.shape[1]
@@ -130,13 +136,14 @@ def window_keys_kernel(
     rho = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
     normed = cast(wide * rho * weight, x.dtype).to(tl.float32)
     partner = cast(partner * rho * partner_weight, x.dtype).to(tl.float32)
-    x = round_trip_device(cast(normed * cos + partner * sin, x.dtype), FORM, 2 * R)
-    if HAS_RING:
-        stored = cast(x.to(tl.float32), ring.dtype.element_ty)
-        x = stored.to(tl.float32).to(x.dtype)
-        if STORE:
-            tl.store(ring + (slot * W + position % W) * D + column, stored)
-    tl.store(k_rows + row.to(tl.int64) * D + column, x)
+    x = cast(normed * cos + partner * sin, x.dtype)
+    if FORM == "none" and HAS_RING:
+        x = cast(x.to(tl.float32), ring.dtype.element_ty).to(tl.float32).to(x.dtype)
+    one = tl.zeros((1,), tl.int64)
+    there = one == 0
+    store_record_device(k_rows, one + row, x, there, D, 2 * R, FORM)
+    if STORE:
+        store_record_device(ring, one + slot * W + position % W, x, there, D, 2 * R, FORM)
 
 
 @triton.jit
@@ -149,19 +156,23 @@ def _store_window(
     first,
     lengths,
     W: tl.constexpr,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
-    """One row a program; most rows of a long chunk have nothing to do."""
+    """One row of WIDTH numbers or words a program; most rows of a long chunk have nothing to do."""
     row = tl.program_id(0)
     sequence = tl.load(seq + row)
     counted = tl.load(lengths + sequence)
     offset = row - tl.load(first + sequence)
     if (offset < counted) & (offset >= counted - W):
         slot = tl.load(slots + sequence).to(tl.int64)
-        column = tl.arange(0, D)
-        x = tl.load(k_rows + row.to(tl.int64) * D + column).to(tl.float32)
-        target = ring + (slot * W + tl.load(positions + row) % W) * D + column
-        tl.store(target, cast(x, ring.dtype.element_ty))
+        column = tl.arange(0, PADDED)
+        x = tl.load(k_rows + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)
+        if PLAIN:
+            x = cast(x.to(tl.float32), ring.dtype.element_ty)
+        target = ring + (slot * W + tl.load(positions + row) % W) * WIDTH + column
+        tl.store(target, x, mask=column < WIDTH)
 
 
 def window_keys_triton(
@@ -176,10 +187,9 @@ def window_keys_triton(
     store: bool,
 ) -> Tensor:
     """Run window_keys_torch as one kernel; D is a power of two."""
-    if store:
-        _check_store(rows, ring)
+    _check(kv, rope, rows, ring, form, store=store)
     tokens, dim = kv.shape
-    k_rows = torch.empty(tokens, dim, dtype=kv.dtype, device=kv.device)
+    k_rows = rows_like(kv, form, dim, 2 * rope.shape[-1], tokens)
     window_keys_kernel[(tokens,)](
         kv,
         norm_w,
@@ -205,7 +215,10 @@ def store_window_triton(
     k_rows: Tensor, rows: Rows, ring: Tensor, lengths: Tensor | None = None
 ) -> None:
     """Run store_window_torch as one kernel; what is not kept is written nowhere."""
-    tokens, dim = k_rows.shape
+    plain = ring.dtype != torch.uint8
+    if not plain:
+        k_rows, ring = k_rows.view(torch.int32), ring.view(torch.int32)
+    tokens, width = k_rows.shape
     _store_window[(tokens,)](
         k_rows,
         ring,
@@ -215,6 +228,8 @@ def store_window_triton(
         rows.first,
         rows.lengths if lengths is None else lengths,
         W=ring.shape[1],
-        D=dim,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        PLAIN=plain,
         num_warps=2,
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, rows_from
+from engine.kernels.records import unpack_torch
 from engine.kernels.rope import rotate_torch
 from engine.kernels.rows import Rows
 from engine.model.packed import PackedDspark, PackedLayer
@@ -127,7 +128,7 @@ class Dspark:
             m.plain_rope,
             rows,
             None,
-            form=m.window_form,
+            form=m.forms.window,
             store=False,
         )
 
@@ -149,10 +150,11 @@ class Dspark:
             q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + c.rms_norm_eps)
         q = rotate_torch(q, m.plain_rope, rows.positions) * c.head_dim**-0.5
         width = ring.shape[1]
-        past = ring[rows.slots.long()]
+        shape = c.head_dim, c.qk_rope_head_dim, m.dtype
+        past = unpack_torch(ring[rows.slots.long()], m.forms.window, *shape)
         real = torch.arange(width, device=ring.device) < rows.starts[:, None]
         past = torch.where(real[..., None], past, 0)
-        own = keys.view(batch, size, -1)
+        own = unpack_torch(keys, m.forms.window, *shape).view(batch, size, -1)
         line = torch.cat((torch.zeros_like(own[:, :1]), past, own), 1).float()
         open_ = torch.ones(batch, 1, dtype=torch.bool, device=ring.device)
         seen = torch.cat((open_, real, open_.expand(-1, size)), 1)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import Layer, ModelConfig
+from engine.plan.records import Form, Forms, record_of
 
 Group = Literal["window", "entries", "index_keys", "state", "index_state", "history"]
-#: "cache": what the engine's dtype is; "state": float32 at least, since pending rows are summed up
-#: much later and bfloat16 there costs accuracy (model.md 7); "ids": int64.
-Kind = Literal["cache", "state", "ids"]
+#: "cache": what the engine's dtype is; "bytes": records of a narrow form (engine.plan.records);
+#: "state": float32 at least, since pending rows are summed up much later and bfloat16 there costs
+#: accuracy (model.md 7); "ids": int64.
+Kind = Literal["cache", "bytes", "state", "ids"]
 BLOCK_GROUPS: tuple[Group, ...] = ("entries", "index_keys")
 
 
@@ -47,7 +49,7 @@ class PoolTensor:
         Args:
             itemsize: bytes of an element of the engine's dtype.
         """
-        size = {"cache": itemsize, "state": max(itemsize, 4), "ids": 8}[self.kind]
+        size = {"cache": itemsize, "bytes": 1, "state": max(itemsize, 4), "ids": 8}[self.kind]
         return math.prod(self.shape) * size
 
 
@@ -56,42 +58,65 @@ def ring_rows(layer: Layer) -> int:
     return layer.ratio * (2 if layer.overlap else 1)
 
 
-def pool_tensors(config: ModelConfig, block_size: int) -> Iterator[PoolTensor]:
+def row_of(config: ModelConfig, form: Form, width: int, itemsize: int) -> tuple[int, Kind]:
+    """Size and kind of the elements that one row of cached values takes.
+
+    Args:
+        config: of the model.
+        form: of the row.
+        width: values of the row.
+        itemsize: bytes of an element of the engine's dtype.
+    """
+    record = record_of(form, width, config.qk_rope_head_dim, itemsize)
+    return (width, "cache") if record is None else (record.nbytes, "bytes")
+
+
+def pool_tensors(
+    config: ModelConfig, block_size: int, itemsize: int, forms: Forms
+) -> Iterator[PoolTensor]:
     """Every tensor of the pools, layer by layer.
 
     Args:
         config: of the model.
         block_size: tokens a block covers; a multiple of every compress ratio.
+        itemsize: bytes of an element of the engine's dtype.
+        forms: of cached values.
     """
     head, index = config.head_dim, config.index_head_dim
+    window, window_kind = row_of(config, forms.window, head, itemsize)
+    entry, entry_kind = row_of(config, forms.entries, head, itemsize)
+    key, key_kind = row_of(config, forms.index, index, itemsize)
     for layer in config.layers:
         at = layer.index
-        yield PoolTensor("window", at, (config.sliding_window, head), "cache")
+        yield PoolTensor("window", at, (config.sliding_window, window), window_kind)
         if not layer.owns_entries:
             continue
         per_block, halves = block_size // layer.ratio, 2 if layer.overlap else 1
-        yield PoolTensor("entries", at, (per_block, head), "cache")
+        yield PoolTensor("entries", at, (per_block, entry), entry_kind)
         if layer.ratio > 1:
             rows = ring_rows(layer)
             yield PoolTensor("state", at, (rows, 2 * halves * head), "state")
             if layer.owns_index_keys and not config.is_v41:
                 yield PoolTensor("index_state", at, (rows, 2 * halves * index), "state")
         if layer.owns_index_keys:
-            yield PoolTensor("index_keys", at, (per_block, index), "cache")
+            yield PoolTensor("index_keys", at, (per_block, key), key_kind)
     history = config.engram.history_len if config.engram else 0
     yield PoolTensor("history", -1, (history,), "ids")
 
 
-def layout_fingerprint(config: ModelConfig, block_size: int, dtype: str) -> bytes:
+def layout_fingerprint(config: ModelConfig, block_size: int, dtype: str, forms: Forms) -> bytes:
     """Name how state lies in the pools; differs where a saved slot or block would be misread.
 
     Args:
         config: of the model.
         block_size: tokens a block covers.
         dtype: of "cache" elements, as torch spells it.
+        forms: of cached values.
 
     Returns:
         32 bytes.
     """
-    text = repr((block_size, dtype, tuple(pool_tensors(config, block_size))))
+    itemsize = 4 if dtype.endswith("float32") else 2
+    parts = tuple(pool_tensors(config, block_size, itemsize, forms))
+    text = repr((block_size, dtype, forms, parts))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()

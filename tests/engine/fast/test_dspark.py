@@ -41,6 +41,7 @@ def make_pool(model: FastModel) -> KVPool:
         block_size=drive.BLOCK,
         num_slots=3,
         ring_history=True,
+        forms=model.forms,
         draft_stages=stages,
     )
     pool.poison(slots=(1, 2), blocks=range(1, 40))

@@ -28,7 +28,12 @@ def load_fast(path: Path, *, round_trips: bool) -> FastModel:
 
 def make_pool(model: FastModel) -> KVPool:
     pool = KVPool(
-        model.config, num_blocks=64, block_size=drive.BLOCK, num_slots=4, ring_history=True
+        model.config,
+        num_blocks=64,
+        block_size=drive.BLOCK,
+        num_slots=4,
+        forms=model.forms,
+        ring_history=True,
     )
     pool.poison(slots=range(1, 4), blocks=range(1, 64))
     return pool
@@ -98,6 +103,7 @@ def test_kernels_equal_their_twins_through_the_whole_model(version: str, tmp_pat
             num_blocks=64,
             block_size=drive.BLOCK,
             num_slots=4,
+            forms=model.forms,
             ring_history=True,
             device=where,
         )
