@@ -20,6 +20,7 @@ from engine.config_checks import CSA_RATIO
 from engine.memory import MemoryPlan, container_memory, plan_memory
 from engine.model.names import part
 from engine.options import EngineConfig
+from engine.plan.replay import tail_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--host-gb", type=float, metavar="Y", help="instead of the container's limit")
     plan.add_argument("--context", type=int, metavar="N", help="tokens; the model's own by default")
     plan.add_argument("--concurrency", type=int, metavar="M", help="requests at once")
+    plan.add_argument(
+        "--tail-graphs", action="store_true", help="count captured tails of bounded prompts"
+    )
     plan.add_argument(
         "--trace", type=Path, metavar="FILE", help="routing trace: give experts their slots by it"
     )
@@ -175,7 +179,13 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(
             "--trace: expected for this architecture, whose plan is of slots; got none"
         )
-    options = EngineConfig(max_model_len=args.context)
+    if args.tail_graphs and args.gpu_gb is None:
+        raise ValueError("--tail-graphs: expected --gpu-gb beside it, got none")
+    if args.tail_graphs and (why := list(tail_problems(config))):
+        raise ValueError(
+            f"--tail-graphs: expected a model whose late layers can leave rows out, got {why[0]}"
+        )
+    options = EngineConfig(max_model_len=args.context, tail_graphs=args.tail_graphs)
     if args.concurrency is not None:
         rows = max(options.resolve_max_batched_tokens(), args.concurrency + 1)
         options = dataclasses.replace(

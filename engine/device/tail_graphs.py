@@ -220,8 +220,9 @@ class TailGraphs:
         self._pool = pool
         self._tail = tail
         self._max_model_len = max_model_len
-        # A prompt that fits a window has no rows to leave out.
-        most = max_model_len if max_model_len > tail.window else 0
+        # A prompt that fits a window has no rows to leave out, and a chunk not longer than one
+        # leaves tails too short to be worth it.
+        most = max_model_len if min(max_model_len, warm_rows) > tail.window else 0
         self._wanted = tuple(sorted(n for n in buckets if n <= most))
         self._captures = captures
         self._warm_rows = warm_rows

@@ -12,18 +12,19 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from engine import TINY_CHECKPOINT
+from engine import TINY_CHECKPOINT, memory
 from engine.cli import main
 from engine.config import ModelConfig
 from engine.core import load_engine
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
+from engine.kernels import select
 from engine.memory import RESERVE, MemoryPlan, container_memory, plan_memory
 from engine.model.checkpoint import load_model
 from engine.model.engram import EngramTable
 from engine.model.fast import FastModel
 from engine.model.packed import _tensors
-from engine.options import EngineConfig
+from engine.options import TAIL_BUCKETS, EngineConfig
 from tests.engine.model import build
 
 OPTIONS = EngineConfig(
@@ -172,6 +173,7 @@ def test_the_containers_limit_counts(text: str | None, want: int | None, tmp_pat
     [
         ("--gpu-gb 1 --host-gb 4", 0, "verdict   fits"),
         ("--gpu-gb 0.05 --host-gb 4", 1, "verdict   DOES NOT FIT"),
+        ("--gpu-gb 1 --host-gb 4 --tail-graphs", 0, "tail of 1024 rows"),
         ("--host-gb 1", 0, "CPU, 1,000,000,000 bytes, --host-gb"),
         ("--context 512 --concurrency 20 --host-gb 1", 0, "20 requests + 64 snapshots + 1 spare"),
     ],
@@ -202,6 +204,7 @@ def test_the_command_says_who_gets_what(
     [
         ("--gpu-gb 0", "--gpu-gb: expected a number of gigabytes above 0, got 0.0"),
         ("--host-gb nan", "--host-gb: expected a number of gigabytes above 0, got nan"),
+        ("--tail-graphs", "--tail-graphs: expected --gpu-gb beside it, got none"),
         ("--context 1", "max_model_len: expected at least 2, got 1"),
         ("--context 9999", "the model's context is 4096 tokens, got 9999"),
         ("--concurrency 0", "max_num_seqs: expected at least 1, got 0"),
@@ -221,3 +224,36 @@ def test_the_reserve_is_part_of_the_verdict() -> None:
 
     assert not plan_memory(config, OPTIONS, itemsize=4, budget=need).fits
     assert plan_memory(config, OPTIONS, itemsize=4, budget=int(need / (1 - RESERVE)) + 2).fits
+
+
+def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
+    """Those of captured tails agree to the byte, and are planned where tails are captured only."""
+    path = build.write(tmp_path / "model", build.v41(quantised=True, max_position_embeddings=400), storage="fp4")  # fmt: skip
+    options = EngineConfig(
+        device="cpu", dtype="bfloat16", runner="fast", block_size=32, num_blocks=13,
+        max_num_seqs=3, max_snapshots=3, max_model_len=400, prefill="bounded",
+    )  # fmt: skip
+    runner = load_engine(path, options)._runner
+    assert isinstance(runner, FastRunner)
+    runner._tail_buckets = TAIL_BUCKETS
+    runner.warm_up(100)
+    assert runner.tails is not None
+    assert runner.tails._buffers is not None
+    config = ModelConfig.from_file(path)
+
+    def steps(**changes: Any) -> dict[str, int]:
+        own = dataclasses.replace(options, **changes)
+        plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
+        return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+
+    held = runner.tails.buffer_bytes + runner.tails._buffers._count.nbytes
+    assert steps()["buffers of tails"] == held
+    assert steps()["tail of 384 rows"] > 0
+    for changes in ({"prefill": "off"}, {"tail_graphs": False}, {"graphs": False}):
+        assert not any("tail" in what for what in steps(**changes))
+    assert "tail of 384 rows" in steps(prefill="off", tail_graphs=True)
+
+
+def test_scores_are_planned_as_they_are_worked_out() -> None:
+    """The plan loads no torch and so has the kernels' constant a second time."""
+    assert memory.CHUNK_SCORES == select.CHUNK_SCORES

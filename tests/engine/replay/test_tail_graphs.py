@@ -258,9 +258,9 @@ def test_nothing_is_captured_before_prompts_have_warmed_up(fast: FastModel) -> N
 
 @pytest.mark.parametrize("grown", ["streams", "tables", "ring"])
 def test_a_workspace_that_grows_after_a_capture_is_seen(fast: FastModel, grown: str) -> None:
-    """n7: with the gate bypassed, whatever moves afterwards breaks its seal, before a replay."""
+    """n7: whatever moves afterwards breaks its seal, before a replay; as if no gate had been."""
     pool = pool_of(fast)
-    tails = tails_of(fast, pool, warm_rows=0)
+    tails = tails_of(fast, pool)
     buffers = tails._buffers
     assert buffers is not None
     if grown == "ring":
@@ -288,10 +288,13 @@ def test_what_flows_out_must_be_as_what_flows_in(
         tails_of(fast, pool_of(fast))
 
 
-def test_a_context_of_one_window_has_nothing_to_capture(fast: FastModel) -> None:
-    """Then no prompt leaves rows out, and none can warm up."""
+@pytest.mark.parametrize(("context", "chunk"), [(8, 60), (96, 8)])
+def test_a_context_or_chunk_of_one_window_has_nothing_to_capture(
+    fast: FastModel, context: int, chunk: int
+) -> None:
+    """Then no pass leaves rows out, and none can warm up."""
     tails = TailGraphs(
-        fast, pool_of(fast), tail_in(fast), max_model_len=8, buckets=BUCKETS, captures=False, warm_rows=60
+        fast, pool_of(fast), tail_in(fast), max_model_len=context, buckets=BUCKETS, captures=False, warm_rows=chunk
     )  # fmt: skip
     tails.build()
 
