@@ -59,7 +59,7 @@ class Replay:
 
     def ttft(self, length: int, repeats: int) -> Iterator[Row]:
         """One prompt alone."""
-        self.engine.use_prefix_cache(False)
+        self.engine.begin_anew(prefix_cache=False)
         found: dict[PrefillMode, list[float]] = {mode: [] for mode in self._modes}
         for repeat in range(WARM_UPS + repeats):
             ids = self.engine.ids(length)
@@ -80,7 +80,7 @@ class Replay:
 
     def many(self, count: int, length: int, new: int, repeats: int) -> Iterator[Row]:
         """Prompts that come at once."""
-        self.engine.use_prefix_cache(False)
+        self.engine.begin_anew(prefix_cache=False)
         modes = [mode for mode in self._modes if mode != "exact" or length < 8192]
         found: dict[PrefillMode, list[tuple[float, float]]] = {mode: [] for mode in modes}
         # What takes a minute is not run once more to warm up.
@@ -105,7 +105,7 @@ class Replay:
 
     def cached(self, length: int, repeats: int) -> Iterator[Row]:
         """A turn of 500 new tokens that goes on from a cached prompt."""
-        self.engine.use_prefix_cache(True)
+        self.engine.begin_anew(prefix_cache=True)
         ids = self.engine.ids(length)
         for mode in self._modes:
             self._run([ids], 1, mode)
@@ -131,7 +131,7 @@ class Replay:
         runner, tails = self.engine.runner, self._tails
         if tails is None or self.engine.tail is None:
             raise ValueError("no tails are captured")
-        self.engine.use_prefix_cache(False)
+        self.engine.begin_anew(prefix_cache=False)
         model, pool, first = runner._model, runner._pool, self.engine.tail.first
         run, rows = tails.run, list[Row]()
 
