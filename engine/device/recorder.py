@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.kernels.ops import Ops
 from engine.kernels.router import Routing
+from engine.kernels.rows import Rows
 from engine.routing_trace import RoutingTrace, Step, write_trace
 
 #: Steps of a layer that are kept; the oldest go first.
@@ -43,21 +44,28 @@ class RoutingRecorder:
     def watch(self, plain: Ops) -> Ops:
         """Give operations that note what the router chooses."""
 
-        def noted(x: Tensor, gate: Tensor, *args: Any, **how: Any) -> Routing:
+        def route(x: Tensor, gate: Tensor, *args: Any, **how: Any) -> Routing:
             routing = plain.route(x, gate, *args, **how)
-            layer = self._layer_of.get(gate.data_ptr())
-            if layer is not None:  # a draft stage is none of the layers
-                rows = args[2] if len(args) > 2 else how["rows"]
-                self._note(layer, routing.experts, prompt=not rows.is_decode)
+            self._note(gate, routing, args[2] if len(args) > 2 else how["rows"])
             return routing
 
-        return dataclasses.replace(plain, route=noted)
+        def norm_route(
+            h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
+        ) -> tuple[Tensor, Tensor, Routing]:
+            h, x, routing = plain.norm_route(h, parts, norm, eps, gate, rows, k=k)
+            self._note(gate, routing, rows)
+            return h, x, routing
 
-    def _note(self, layer: int, experts: Tensor, *, prompt: bool) -> None:
-        chosen = experts.cpu().numpy()
+        return dataclasses.replace(plain, route=route, norm_route=norm_route)
+
+    def _note(self, gate: Tensor, routing: Routing, rows: Rows) -> None:
+        layer = self._layer_of.get(gate.data_ptr())
+        if layer is None:  # a draft stage is none of the layers
+            return
+        chosen = routing.experts.cpu().numpy()
         real = chosen[(chosen >= 0).all(1)]
         if len(real):
-            self._steps[layer].append(Step(real.astype(np.int16), prompt))
+            self._steps[layer].append(Step(real.astype(np.int16), not rows.is_decode))
 
     def close(self) -> None:
         """Write the file."""

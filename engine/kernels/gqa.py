@@ -234,11 +234,13 @@ def _add_norm_kernel(
     h, parts, weight, h_out, x_out, eps, width, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     real = column < width
+    scales = tl.load(weight + column, mask=real, other=0.0)
+    # Before the wait: products that follow read nothing but their weights before theirs.
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
     value = tl.load(h + row * width + column, mask=real, other=0.0).to(tl.float32)
     if PARTS > 0:
         total = tl.zeros((WIDTH,), tl.float32)
@@ -248,7 +250,7 @@ def _add_norm_kernel(
         value = cast(value + total, h_out.dtype.element_ty).to(tl.float32)
         tl.store(h_out + row * width + column, cast(value, h_out.dtype.element_ty), mask=real)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    normed = value * scale * tl.load(weight + column, mask=real, other=0.0)
+    normed = value * scale * scales
     tl.store(x_out + row * width + column, cast(normed, x_out.dtype.element_ty), mask=real)
 
 

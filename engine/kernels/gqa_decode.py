@@ -1,10 +1,10 @@
 """Grouped-query attention of one row a sequence, in one kernel (twin: engine.kernels.gqa.decode_gqa_torch).
 
 Norms and turns queries and the new key, writes key and value into their block, and attends. A
-program takes the query heads of one key head and every S-th tile of the positions before the row's
-own; the first program adds the row's own position, which needs no memory. The program of a head that
-finishes last adds the shares up. What lies in the blocks was written by earlier steps, so it is
-fetched before the kernel that makes this row's projections has ended.
+program takes the query heads of one key head and a share of the positions before the row's own; the
+first program adds the row's own position, which needs no memory. The program of a head that finishes
+last adds the shares up. What lies in the blocks was written by earlier steps, so it is fetched before
+the kernel that makes this row's projections has ended.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ _MOST_PAIRS = 4096
 
 
 @triton.jit
-def _normed(low, high, norm, half, eps, D: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm over the last dimension of two halves [N, D / 2], float32 values of DTYPE."""
-    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-    low = low * scale * tl.load(norm + half)[None, :]
-    high = high * scale * tl.load(norm + D // 2 + half)[None, :]
-    return cast(low, DTYPE).to(tl.float32), cast(high, DTYPE).to(tl.float32)
+def _turned(at, mask, norm, turn, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Norm and turn heads [N, D] that begin at `at` [N, 1]: float32 values of DTYPE.
 
-
-@triton.jit
-def _turned(low, high, turn, half, D: tl.constexpr):
-    cos, sin = tl.load(turn + half)[None, :], tl.load(turn + D // 2 + half)[None, :]
-    return low * cos - high * sin, high * cos + low * sin
-
-
-@triton.jit
-def _halves(at, half, mask, D: tl.constexpr):
-    low = tl.load(at + half[None, :], mask=mask, other=0.0).to(tl.float32)
-    return low, tl.load(at + D // 2 + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    Column c turns with column c +- D / 2, which is loaded beside it.
+    """
+    column = tl.arange(0, D)
+    other = (column + D // 2) % D
+    x = tl.load(at + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(at + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = cast(x * scale * tl.load(norm + column)[None, :], DTYPE).to(tl.float32)
+    y = cast(y * scale * tl.load(norm + other)[None, :], DTYPE).to(tl.float32)
+    cos = tl.load(turn + column % (D // 2))[None, :]
+    sin = tl.load(turn + D // 2 + column % (D // 2))[None, :]
+    return x * cos + tl.where(column < D // 2, -y, y) * sin
 
 
 @triton.jit
@@ -92,10 +89,13 @@ def _decode_kernel(
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     table = tables + tl.load(seq + row) * table_width
-    column, half, member = tl.arange(0, D), tl.arange(0, D // 2), tl.arange(0, PADDED)
-    live = tl.minimum(tl.maximum(tl.cdiv(position, TILE), 1), splits)
+    column, member = tl.arange(0, D), tl.arange(0, PADDED)
+    # Tiles follow each other; a share has two at least, for a share more costs more than a tile.
+    tiles = tl.cdiv(position, TILE)
+    share = tl.maximum(tl.cdiv(tiles, splits), 2) * TILE
+    live = tl.maximum(tl.cdiv(position, share), 1)
     if OVERLAP:
-        line = split * TILE + tl.arange(0, TILE)
+        line = split * share + tl.arange(0, TILE)
         ahead = _line_offsets(table, line, line < position, head, BLOCK_SIZE, KEY_HEADS, D)
         size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
         fetch(keys + ahead, D * size, D * size // 128)
@@ -109,40 +109,31 @@ def _decode_kernel(
     own = qkv + row.to(tl.int64) * stride
     turn = rope + position.to(tl.int64) * D
     mask = (member < GROUP)[:, None]
-    low, high = _halves(own + (head * GROUP + member)[:, None] * D, half, mask, D)
-    low, high = _normed(low, high, q_norm, half, eps, D, dtype)
-    low, high = _turned(low, high, turn, half, D)
-    low, high = cast(low, dtype), cast(high, dtype)
+    q = _turned(own + (head * GROUP + member)[:, None] * D, mask, q_norm, turn, eps, D, dtype)
+    q = cast(q, dtype)
     top = tl.full((PADDED,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     acc = tl.zeros((PADDED, D), tl.float32)
     if split == 0:
-        one = tl.full((1, 1), 0, tl.int32)
-        k_low, k_high = _halves(own + (KEY_HEADS * GROUP + head) * D + one, half, one == 0, D)
-        k_low, k_high = _normed(k_low, k_high, k_norm, half, eps, D, dtype)
-        k_low, k_high = _turned(k_low, k_high, turn, half, D)
-        k_low, k_high = cast(k_low, stored), cast(k_high, stored)
+        zero = tl.zeros((1, 1), tl.int32)
+        k = _turned(own + (KEY_HEADS * GROUP + head) * D + zero, zero == 0, k_norm, turn, eps, D,
+                    dtype)  # fmt: skip
+        k = cast(k, stored)
         v = tl.load(own + (KEY_HEADS * (GROUP + 1) + head) * D + column).to(tl.float32)
         v = cast(v, stored)
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         place = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
-        tl.store(keys + place + half[None, :], k_low)
-        tl.store(keys + place + D // 2 + half[None, :], k_high)
+        tl.store(keys + place + column[None, :], k)
         tl.store(values + place + column, v)
-        both = low.to(tl.float32) * k_low.to(tl.float32) + high.to(tl.float32) * k_high.to(
-            tl.float32
-        )
-        top = tl.sum(both, 1) * scale
+        top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         total = tl.full((PADDED,), 1.0, tl.float32)
         acc += v.to(tl.float32)[None, :]
-    for first in range(split * TILE, position, splits * TILE):
+    for first in range(split * share, tl.minimum((split + 1) * share, position), TILE):
         line = first + tl.arange(0, TILE)
         seen = line < position
         at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D)
-        k = tl.load(keys + at + half[None, :], mask=seen[:, None], other=0.0)
-        scores = dot(low, tl.trans(k).to(dtype), tl.zeros((PADDED, TILE), tl.float32))
-        k = tl.load(keys + at + D // 2 + half[None, :], mask=seen[:, None], other=0.0)
-        scores = dot(high, tl.trans(k).to(dtype), scores) * scale
+        keys_here = tl.load(keys + at + column[None, :], mask=seen[:, None], other=0.0)
+        scores = dot(q, tl.trans(keys_here).to(dtype), tl.zeros((PADDED, TILE), tl.float32)) * scale
         v = tl.load(values + at + column[None, :], mask=seen[:, None], other=0.0)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         new = tl.maximum(top, tl.max(scores, 1))

@@ -41,6 +41,7 @@ MODULES = {
     "engram_apply": "engram",
     "store_history": "engram",
     "route": "router",
+    "norm_route": "norm_route",
     "group": "router",
     "moe": "moe",
     "sample": "sampler",
@@ -76,6 +77,7 @@ class Ops:
     engram_apply: Callable[..., Tensor]
     store_history: Callable[..., None]
     route: Callable[..., Routing]
+    norm_route: Callable[..., tuple[Tensor, Tensor, Routing]]
     group: Callable[..., tuple[Tensor, Tensor, Tensor]]
     moe: Callable[..., Tensor]
     sample: Callable[..., tuple[Tensor, Tensor]]

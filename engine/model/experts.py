@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.kernels.formats import KERNEL_KINDS, Matrix, dequantise
 from engine.kernels.ops import Ops
 from engine.kernels.paging import (
+    HITS,
     SlotState,
     bring_in_torch,
     bring_in_triton,
@@ -30,6 +31,7 @@ from engine.kernels.paging import (
 )
 from engine.kernels.router import Routing
 from engine.model.disktier import HostCache
+from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
 from engine.plan.residency import ABSENT, Residency
 
@@ -202,9 +204,29 @@ class PagedExperts:
         self.slots = self.store[:num_slots].to(device, copy=True)
         self.state = SlotState.make(count, num_slots, device)
         self.w13, self.w2 = layout.stacks(self.slots)
+        self._stream: ExpertStream | None = None
+        self._number = 0
+        self._next: PagedExperts | None = None
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def join(self, stream: ExpertStream, before: PagedExperts | None) -> None:
+        """Take the buffers that large passes use.
+
+        Args:
+            stream: theirs.
+            before: the paged layer before, which is to have this one's experts come.
+        """
+        self._stream, self._number = stream, stream.add(self.store)
+        if before is not None:
+            before._next = self
+
+    def with_slots(self, num_slots: int) -> PagedExperts:
+        """Give the same experts another number of slots, over the same store; not in buffers."""
+        return PagedExperts(
+            self.layout, self._buffer, num_slots, self.slots.device, self.num_experts
+        )
 
     @property
     def nbytes(self) -> int:
@@ -247,10 +269,11 @@ class PagedExperts:
             w13, w2, named = unfold(self.w13, self.w2, self._named(ops, routing), x.dtype)
             return ops.moe(x, named, w13, w2, shared13, shared2, **how)
         total: Tensor | None = None
-        with closing(self._waves(ops, routing)) as waves:
-            for wave in waves:
+        pieces = self._streamed if self.is_dense(routing) else self._waves
+        with closing(pieces(ops, routing)) as waves:
+            for wave, first, second in waves:
                 shared = (shared13, shared2) if total is None else (None, None)
-                w13, w2, named = unfold(self.w13, self.w2, wave, x.dtype)
+                w13, w2, named = unfold(first, second, wave, x.dtype)
                 parts = ops.moe(x, named, w13, w2, *shared, **how)
                 # Every pair is in one wave and 0 in the others: no bit depends on the waves.
                 total = parts if total is None else total.add_(parts)
@@ -273,8 +296,62 @@ class PagedExperts:
         tiles[:, 0] = slots_of(tiles[:, 0], self.state)
         return replace(routing, tiles=tiles)
 
-    def _waves(self, ops: Ops, routing: Routing) -> Generator[Routing]:
-        """Bring a large pass's experts in, wave after wave; yields what each is to compute.
+    def is_dense(self, routing: Routing) -> bool:
+        """Whether a pass is expected to need every expert; shapes decide."""
+        pairs = routing.experts.numel()
+        return self._stream is not None and pairs >= DENSE_PAIRS * self.num_experts
+
+    def _streamed(self, ops: Ops, routing: Routing) -> Generator[tuple[Routing, Matrix, Matrix]]:
+        """Compute residents where they are and all others as they pass; slots keep what they hold.
+
+        Yields as `_waves`. A decode step may have moved experts since the others were asked for, so
+        what comes is told from what is resident by the tables of now.
+        """
+        assert self._stream is not None
+        following = self._next
+        tables = [self.state.expert_slot]
+        if following is not None:
+            tables.append(following.state.expert_slot)
+        slot_of, *later = (table.tolist() for table in tables)
+        absent = [expert for expert, slot in enumerate(slot_of) if slot == ABSENT]
+        coming = self._stream.begin(self._number, absent)
+        if following is not None:
+            ahead = [expert for expert, slot in enumerate(later[0]) if slot == ABSENT]
+            self._stream.ahead(following._number, ahead)
+        self._count(routing, coming)
+        places = [ABSENT if expert in coming else slot for expert, slot in enumerate(slot_of)]
+        yield self._placed(ops, routing, places), self.w13, self.w2
+        for filled in self._stream.take(self._number):
+            places = [ABSENT] * self.num_experts
+            for row, expert in enumerate(filled.experts):
+                places[expert] = row
+            w13, w2 = self.layout.stacks(filled.table)
+            yield self._placed(ops, routing, places), w13, w2
+
+    def _count(self, routing: Routing, coming: frozenset[int]) -> None:
+        """Count a pass: a wave, what it found resident, and what came for it."""
+        wanted = torch.zeros(self.num_experts + 1, dtype=torch.int32, device=self.slots.device)
+        wanted[routing.experts.flatten().long()] = 1  # padding in the last place
+        found = torch.ones_like(wanted)
+        found[list(coming)] = 0
+        found[-1] = 0
+        hits = (wanted * found).sum()
+        news = hits.new_tensor([1, 0, len(coming), 0])
+        news[HITS] = hits
+        self.state.counters.add_(news.int())
+
+    def _placed(self, ops: Ops, routing: Routing, places: list[int]) -> Routing:
+        """The part of a routing that goes to experts with a place, by places."""
+        place = torch.tensor(places, dtype=torch.int32).to(self.slots.device, non_blocking=True)
+        kept = (place[routing.experts.clamp(min=0).long()] >= 0) & (routing.experts >= 0)
+        experts = torch.where(kept, routing.experts, -1)
+        order, tiles, used = ops.group(experts, self.num_experts)
+        named = tiles.clone()
+        named[:, 0] = torch.where(tiles[:, 0] < 0, -1, place[tiles[:, 0].clamp(min=0).long()])
+        return Routing(experts, routing.weights * kept, order, named, used)
+
+    def _waves(self, ops: Ops, routing: Routing) -> Generator[tuple[Routing, Matrix, Matrix]]:
+        """Bring a pass's experts in, wave after wave; yields what each computes, with what weights.
 
         With two slots or more a wave takes half of them, so that the next one's experts are copied
         while it is computed: least recently used slots are never those of the wave before. Whatever
@@ -300,7 +377,7 @@ class PagedExperts:
                 masked = self._masked(ops, routing, wave)
                 if following and overlap:
                     ready = self._copy(residency, following)
-                yield masked
+                yield masked, self.w13, self.w2
                 if following and not overlap:
                     ready = self._copy(residency, following)
         finally:

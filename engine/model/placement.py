@@ -11,6 +11,7 @@ import torch
 from engine.api import EngineError
 from engine.kernels.formats import Matrix
 from engine.model.disktier import HostCache
+from engine.model.expert_stream import ExpertStream
 from engine.model.experts import ExpertLayout, Experts, PagedExperts, ResidentExperts
 from engine.model.hostmem import HostBuffer
 
@@ -44,6 +45,8 @@ class Placement:
         self._pin = pin
         self._host_bytes = host_bytes
         self._left = len(self._slots)  # paged layers to come
+        self._stream = ExpertStream(device)
+        self._last: PagedExperts | None = None
         self._next: tuple[int, Future[HostBuffer]] | None = None
         self._pinner = ThreadPoolExecutor(1, thread_name_prefix="bathyal-pin")
 
@@ -92,7 +95,10 @@ class Placement:
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(fill, range(1, count)):
                 pass
-        return PagedExperts(layout, buffer, num_slots, self._device, count)
+        paged = PagedExperts(layout, buffer, num_slots, self._device, count)
+        paged.join(self._stream, self._last)
+        self._last = paged
+        return paged
 
     def _buffer(self, nbytes: int) -> HostBuffer:
         """Give a store; the next paged layer's is pinned while this one is filled.

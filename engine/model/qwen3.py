@@ -26,6 +26,7 @@ from engine.kernels.gqa_decode import decode_gqa_triton
 from engine.kernels.linear import linear_parts_torch, linear_parts_triton
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
+from engine.kernels.row import linear_row, takes_row
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts
@@ -163,16 +164,8 @@ class Qwen3Model:
         for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
             h, x = self._add_norm(h, parts, layer.input_norm, c.rms_norm_eps)
             o = self._attention(x, layer, rows, keys, values)
-            h, x = self._add_norm(h, o, layer.post_norm, c.rms_norm_eps)
-            routing = self.ops.route(
-                x,
-                layer.gate,
-                None,
-                None,
-                rows,
-                k=c.num_experts_per_tok,
-                scaling=1.0,
-                scoring="softmax",
+            h, x, routing = self.ops.norm_route(
+                h, o, layer.post_norm, c.rms_norm_eps, layer.gate, rows, k=c.num_experts_per_tok
             )
             parts = layer.experts.run(
                 self.ops, x, routing, None, None, limit=float("inf"), act_group=None
@@ -184,18 +177,28 @@ class Qwen3Model:
     ) -> Tensor:
         """Attention sublayer, as summands [T, P, d]."""
         c = self.config
-        given = self.ops.linear(x, layer.qkv), layer.q_norm, layer.k_norm, c.rms_norm_eps
+        given = self._linear(x, layer.qkv), layer.q_norm, layer.k_norm, c.rms_norm_eps
         where = self._rope, rows, keys, values
         if rows.is_decode:
             o = self._decode(*given, *where, heads=c.num_attention_heads)
         else:
             q = self._prepare(*given, *where, heads=c.num_attention_heads)
             o = self._attend(q, keys, values, rows)
+        if self._takes_row(o, layer.out):
+            return linear_row(o, layer.out)[:, None]
         return self._parts(o, layer.out)
+
+    def _linear(self, x: Tensor, w: Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
+        if self._takes_row(x, w):
+            return linear_row(x, w, out_dtype=out_dtype)
+        return self.ops.linear(x, w, out_dtype=out_dtype)
+
+    def _takes_row(self, x: Tensor, w: Matrix) -> bool:
+        return self.ops.name == "triton" and takes_row(x, w)
 
     def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
         _, x = self._add_norm(h, parts, self.norm, self.config.rms_norm_eps)
-        return self.ops.linear(x, self.head, out_dtype=torch.float32)
+        return self._linear(x, self.head, torch.float32)
 
     def _cast(self, name: str) -> Tensor:
         return self._source.get(name).to(self.dtype)

@@ -203,8 +203,8 @@ def test_sums_within_a_wave_would_depend_on_the_waves() -> None:
             held = Placement({0: slots}, device=CPU, pin=False).place(0, read, E)
             assert isinstance(held, PagedExperts)
             total = torch.zeros(6, D)
-            for wave in held._waves(table, how):
-                parts = table.moe(x, wave, held.w13, held.w2, None, None, limit=10.0, act_group=None)  # fmt: skip
+            for wave, *stacks in held._waves(table, how):
+                parts = table.moe(x, wave, *stacks, None, None, limit=10.0, act_group=None)
                 total = total + parts.sum(1)
             by_wave.append(total)
         differs.append(not torch.equal(by_wave[0], by_wave[1]))

@@ -1,0 +1,381 @@
+"""Models whose experts are paged, and routing of stated locality for them.
+
+Weights are drawn from a seed, and random weights route at random, which no real traffic does. So
+choices are injected: a *trace* says for each step and layer which experts a row gets. The router
+still runs, and the slots count what they found, which is checked against the host's own count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.device_step import BLOCK
+from bench.geometries import QWEN3_30B, geometry
+from engine.device.kvpool import KVPool
+from engine.device.qwen_pool import QwenPool
+from engine.device.rows import build_rows
+from engine.kernels.paging import HITS, MISSES
+from engine.kernels.router import Routing, most_tiles, tile_pairs
+from engine.kernels.rows import Rows
+from engine.model.experts import PagedExperts
+from engine.model.fast import FastModel, random_fast_model
+from engine.model.qwen3 import Qwen3Model, random_qwen3
+from engine.plan.residency import Residency
+from engine.plan.step import Chunk
+from engine.qwen3_config import Qwen3Config
+
+CONTEXT = 4096
+QWEN = "qwen3-30b-a3b"
+
+
+def reuse_trace(
+    steps: int, experts: int, per_step: int, slots: int, hit: float, seed: int
+) -> list[list[int]]:
+    """Choices of one layer: distinct within a step, each from the K used last with probability h."""
+    draw = random.Random(seed)
+    recent = list(range(slots))  # least recently used first
+    found = []
+    for _ in range(steps):
+        known = set(recent)
+        chosen: list[int] = []
+        others = [e for e in range(experts) if e not in known]
+        for _ in range(per_step):
+            source = recent if draw.random() < hit or not others else others
+            expert = draw.choice(source)
+            while expert in chosen:
+                expert = draw.choice(source if len(set(source) - set(chosen)) else recent)
+            chosen.append(expert)
+        found.append(chosen)
+        for expert in chosen:
+            if expert in known:
+                recent.remove(expert)
+            recent.append(expert)
+        recent = recent[-slots:]
+    return found
+
+
+def zipf_trace(steps: int, experts: int, per_row: int, seed: int) -> list[list[int]]:
+    """Choices of one layer and one row, drawn independently, the r-th expert with weight 1 / r."""
+    rng = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, experts + 1)
+    ranks = rng.permutation(experts)
+    # the k largest of log weight + Gumbel noise are k draws without replacement
+    keys = np.log(weights) + rng.gumbel(size=(steps, experts))
+    return [ranks[line].tolist() for line in np.argsort(-keys, axis=1)[:, :per_row]]
+
+
+def uniform_trace(steps: int, experts: int, per_row: int, seed: int) -> list[list[int]]:
+    """Choices of one layer and one row, every expert as likely."""
+    keys = np.random.default_rng(seed).random((steps, experts))
+    found: list[list[int]] = np.argsort(keys, axis=1)[:, :per_row].tolist()
+    return found
+
+
+def packed(trace: np.ndarray[Any, np.dtype[np.int32]], num_experts: int) -> Tensor:
+    """Routings of a trace as rows of numbers, so that a step fetches all of its own at once.
+
+    Args:
+        trace: int32 [steps, layers, rows, k].
+        num_experts: E.
+
+    Returns:
+        int32 [steps, layers, n]: experts, order, tiles and number of tiles of `Routing`, each
+        beginning at a multiple of four.
+    """
+    steps, layers, rows, k = trace.shape
+    pairs, most, size = rows * k, most_tiles(rows, k, num_experts), tile_pairs(rows)
+    flat = trace.reshape(-1, pairs)
+    order = flat.argsort(axis=1, kind="stable")
+    ordered = np.take_along_axis(flat, order, 1)
+    place = np.broadcast_to(np.arange(pairs), ordered.shape)
+    begins = np.ones_like(ordered, bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    opens = (place - first) % size == 0
+    number = opens.cumsum(axis=1) - 1
+    counts = np.zeros((len(flat), most), np.int32)
+    line = np.broadcast_to(np.arange(len(flat))[:, None], ordered.shape)
+    np.add.at(counts, (line, number), 1)
+    tiles = np.zeros((len(flat), most, 3), np.int32)
+    tiles[:, :, 0] = -1
+    where = line[opens], number[opens]
+    tiles[(*where, 0)], tiles[(*where, 1)] = ordered[opens], place[opens]
+    tiles[:, :, 2] = counts
+    used = number[:, -1:] + 1
+    parts = [flat, order, tiles.reshape(len(flat), -1), used]
+    found = np.concatenate([np.pad(p, ((0, 0), (0, -p.shape[1] % 4))) for p in parts], axis=1)
+    return torch.from_numpy(found.astype(np.int32).reshape(steps, layers, -1))
+
+
+class Injected:
+    """Puts a trace in place of what routers chose; capturable, the step is counted on the device.
+
+    Args:
+        model: whose operations are replaced.
+        trace: int32 [steps, layers, rows, k].
+        num_experts: E.
+    """
+
+    def __init__(
+        self,
+        model: FastModel | Qwen3Model,
+        trace: np.ndarray[Any, np.dtype[np.int32]],
+        num_experts: int,
+    ) -> None:
+        self._packed = packed(trace, num_experts).cuda()
+        self.step = torch.zeros(1, dtype=torch.int64, device="cuda")
+        _, self._layers, rows, k = trace.shape
+        self._shape, self._most = (rows, k), most_tiles(rows, k, num_experts)
+        self._layer = 0
+        self._now = self._packed[0]
+        self._plain = model.ops
+        self._model = model
+        model.ops = dataclasses.replace(model.ops, route=self._route, norm_route=self._norm_route)
+
+    def _given(self, routing: Routing) -> Routing:
+        """The trace's choice for the layer that routes now, with the router's weights."""
+        if self._layer == 0:
+            self._now = self._packed.index_select(0, self.step)[0]
+        line, (rows, k) = self._now[self._layer], self._shape
+        self._layer = (self._layer + 1) % self._layers
+        pairs = rows * k
+        sizes = [-(-size // 4) * 4 for size in (pairs, pairs, 3 * self._most, 1)]
+        experts, order, tiles, used = line.split(sizes)  # type: ignore[no-untyped-call]
+        return Routing(
+            experts[:pairs].view(rows, k),
+            routing.weights,
+            order[:pairs],
+            tiles[: 3 * self._most].view(-1, 3),
+            used[:1],
+        )
+
+    def _route(self, *args: Any, **kwargs: Any) -> Routing:
+        return self._given(self._plain.route(*args, **kwargs))
+
+    def _norm_route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Routing]:
+        h, x, routing = self._plain.norm_route(*args, **kwargs)
+        return h, x, self._given(routing)
+
+    def close(self) -> None:
+        """Give the model its router back."""
+        self._model.ops = self._plain
+
+
+def mark() -> torch.cuda.Event:
+    """An event that notes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps that were timed.
+
+    Args:
+        ms: of each step.
+        hits: experts found in slots, all layers and steps.
+        misses: experts that were not.
+        page_ins: misses of each step; empty where nothing is paged.
+    """
+
+    ms: list[float]
+    hits: int
+    misses: int
+    page_ins: list[int]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of routed experts that were found."""
+        return self.hits / (self.hits + self.misses)
+
+    @property
+    def mean_ms(self) -> float:
+        """Mean of a step; misses make steps unequal."""
+        return sum(self.ms) / len(self.ms)
+
+
+class PagedBench:
+    """A model with some layers paged, and memory for a few sequences.
+
+    Args:
+        name: of the geometry.
+        slots: layer -> K of each paged layer.
+        rows: most sequences at once.
+        fp8: Qwen's experts in FP8.
+    """
+
+    def __init__(self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False) -> None:
+        self.model: FastModel | Qwen3Model
+        self.pool: KVPool | QwenPool
+        per = CONTEXT // BLOCK
+        if name == QWEN:
+            config = Qwen3Config.from_dict(QWEN3_30B)
+            self.layers, self.experts = config.num_hidden_layers, config.num_experts
+            self.per_row, self.vocab = config.num_experts_per_tok, config.vocab_size
+            self.model = random_qwen3(
+                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots, fp8=fp8
+            )
+            self.pool = QwenPool(
+                config, num_blocks=rows * per + 64, block_size=BLOCK, device="cuda",
+                dtype=torch.bfloat16,
+            )  # fmt: skip
+        else:
+            shape = geometry(name)
+            self.layers, self.experts = shape.num_hidden_layers, shape.n_routed_experts
+            self.per_row, self.vocab = shape.num_experts_per_tok, shape.vocab_size
+            self.model = random_fast_model(
+                shape, kernels="triton", device="cuda", max_model_len=16384, slots=slots
+            )
+            self.pool = KVPool(
+                shape, num_blocks=rows * per + 64, block_size=BLOCK, num_slots=rows + 1,
+                device="cuda", dtype=torch.bfloat16, ring_history=True,
+                forms=self.model.forms,
+            )  # fmt: skip
+
+    @property
+    def paged(self) -> list[PagedExperts]:
+        """Experts of the paged layers."""
+        return [e for e in self.model.experts if isinstance(e, PagedExperts)]
+
+    def use_slots(self, count: int) -> None:
+        """Give every paged layer another number of slots over the same store; of Qwen's layers."""
+        assert isinstance(self.model, Qwen3Model)
+        self.model.layers = tuple(
+            dataclasses.replace(layer, experts=layer.experts.with_slots(count))
+            if isinstance(layer.experts, PagedExperts)
+            else layer
+            for layer in self.model.layers
+        )
+
+    def rows(self, batch: int) -> Rows:
+        """Decode rows at position 128."""
+        per = CONTEXT // BLOCK
+        chunks = [
+            Chunk(str(i), i + 1, 128, (11 + i,), tuple(range(1 + i * per, 1 + (i + 1) * per)), True)
+            for i in range(batch)
+        ]
+        rows, _ = build_rows(chunks, block_size=BLOCK, device="cuda")
+        return dataclasses.replace(rows, max_end=CONTEXT, spans=())
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses of all paged layers so far."""
+        totals = [p.state.counters.tolist() for p in self.paged]
+        return sum(t[HITS] for t in totals), sum(t[MISSES] for t in totals)
+
+    def trace(
+        self, kind: str, hit: float, steps: int, batch: int
+    ) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Choices int32 [steps, layers, rows, k]: "reuse", "zipf" or "uniform"."""
+        k, paged = self.per_row, self.paged
+        slots = paged[0].num_slots if paged else self.experts
+        lines = []
+        for layer in range(self.layers):
+            if kind == "reuse":
+                lines.append(reuse_trace(steps, self.experts, k * batch, slots, hit, layer))
+                continue
+            draw = zipf_trace if kind == "zipf" else uniform_trace
+            each = [draw(steps, self.experts, k, 1000 * layer + b) for b in range(batch)]
+            lines.append([functools.reduce(operator.iadd, s, []) for s in zip(*each, strict=True)])
+        array = np.array(lines, np.int32).reshape(self.layers, steps, batch, k)
+        return np.ascontiguousarray(array.transpose(1, 0, 2, 3))
+
+    def time_steps(
+        self,
+        batch: int,
+        trace: np.ndarray[Any, np.dtype[np.int32]] | None,
+        warm: int,
+        steps: int,
+    ) -> Timed:
+        """Time captured decode steps after a warm-up.
+
+        Args:
+            batch: rows.
+            trace: what they are routed to; None for what the model's own routers say.
+            warm: steps before.
+            steps: to be timed.
+
+        Raises:
+            RuntimeError: device and host do not count the same misses.
+        """
+        rows = self.rows(batch)
+        injected = None if trace is None else Injected(self.model, trace, self.experts)
+
+        def step() -> None:
+            logits = self.model.decode(rows, self.pool)  # type: ignore[arg-type]
+            rows.ids.copy_(logits.argmax(-1))
+            rows.positions.add_(1)
+            rows.starts.add_(1)
+            if injected is not None:
+                injected.step.add_(1)
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        if injected is not None:
+            injected.step.zero_()
+        for _ in range(warm):
+            graph.replay()
+        torch.cuda.synchronize()
+        before, tables = self.counts(), [p.read_residency() for p in self.paged]
+        marks = [mark() for _ in range(steps + 1)]
+        marks[0].record()
+        for after in marks[1:]:
+            graph.replay()
+            after.record()
+        torch.cuda.synchronize()
+        if injected is not None:
+            injected.close()
+        hits, misses = (b - a for a, b in zip(before, self.counts(), strict=True))
+        page_ins = self._page_ins(tables, trace, warm, steps)
+        if page_ins and sum(page_ins) != misses:
+            raise RuntimeError(f"the device counted {misses} misses, the host {sum(page_ins)}")
+        return Timed(
+            [a.elapsed_time(b) for a, b in itertools.pairwise(marks)],
+            hits,
+            misses,
+            page_ins,
+        )
+
+    def _page_ins(
+        self,
+        tables: list[Residency],
+        trace: np.ndarray[Any, np.dtype[np.int32]] | None,
+        warm: int,
+        steps: int,
+    ) -> list[int]:
+        """What each step brings in by the host's tables; resident layers come first."""
+        if trace is None or not tables:
+            return []
+        found, first = [0] * steps, self.layers - len(tables)
+        asked = trace[warm : warm + steps].reshape(steps, self.layers, -1).tolist()
+        for number, table in enumerate(tables):
+            for at in range(steps):
+                found[at] += len(table.bring_in(asked[at][first + number]))
+        return found
+
+    def prompt(self, length: int) -> tuple[Rows, Tensor]:
+        """Rows of a prompt of random ids in one chunk, and the row whose logits are wanted."""
+        ids = torch.randint(0, self.vocab, (length,)).tolist()
+        blocks = tuple(range(1, 1 + -(-length // BLOCK)))
+        return build_rows(
+            [Chunk("p", 1, 0, tuple(ids), blocks, True)], block_size=BLOCK, device="cuda"
+        )
+
+    def run_prompt(self, rows: Rows, wanted: Tensor) -> None:
+        """Process a prompt up to its first token, and wait for that."""
+        *_, logits = self.model.prefill(rows, self.pool, wanted)  # type: ignore[arg-type]
+        assert logits is not None
+        logits.argmax(-1).cpu()

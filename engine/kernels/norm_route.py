@@ -1,0 +1,138 @@
+"""The way from a sublayer's output to the experts of each row: residual, norm, router.
+
+Up to eight rows take one kernel. Each program adds and norms its row once more than needed and takes
+a few experts' logits; the program that finishes last chooses for all rows and groups the pairs. A
+softmax is monotonous, so experts are ranked by their logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.gqa import add_norm_torch, add_norm_triton
+from engine.kernels.overlap import await_previous, begin_next, overlapping
+from engine.kernels.router import (
+    Routing,
+    _counter,
+    _group_few,
+    _is_last,
+    most_tiles,
+    route_torch,
+    route_triton,
+    tile_pairs,
+)
+from engine.kernels.rows import Rows
+from engine.kernels.triton_compat import cast, tl, triton
+
+#: Rows that one launch takes.
+_MOST_ROWS = 8
+#: Experts of a program.
+_EXPERTS = 8
+
+
+def norm_route_torch(
+    h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
+) -> tuple[Tensor, Tensor, Routing]:
+    """Add a sublayer's summands, norm, and route by softmax.
+
+    Args:
+        h: residual [T, d].
+        parts: [T, P, d], added in order in float32.
+        norm: [d].
+        eps: of the norm.
+        gate: [E, d].
+        rows: of the pass.
+        k: experts of a row.
+
+    Returns:
+        the new residual [T, d], its norm [T, d] and the routing of that.
+    """
+    h, x = add_norm_torch(h, parts, norm, eps)
+    return h, x, route_torch(x, gate, None, None, rows, k=k, scaling=1.0, scoring="softmax")
+
+
+@triton.jit
+def _choose(logits, experts, weights, seq, slots, row, E: tl.constexpr, EP: tl.constexpr,
+            K: tl.constexpr):  # fmt: skip
+    """Store a row's choice: an expert's place is the number of those before it."""
+    i = tl.arange(0, EP)
+    at = logits + row * E + i
+    value = tl.load(at, mask=i < E, other=-float("inf"), cache_modifier=".cg")
+    before = (value[:, None] > value[None, :]) | (
+        (value[:, None] == value[None, :]) & (i[:, None] < i[None, :])
+    )
+    place = tl.sum(before.to(tl.int32), 0)
+    chosen = place < K
+    share = tl.where(chosen, tl.exp(value - tl.max(value, 0)), 0.0)
+    live = tl.load(slots + tl.load(seq + row)) != 0
+    tl.store(experts + row * K + place, tl.where(live, i, -1), mask=chosen)
+    weight = tl.where(live, share / tl.sum(share, 0), 0.0)
+    tl.store(weights + row * K + place, weight, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["T", "most"])
+def _norm_route_kernel(
+    h, parts, norm, eps, gate, h_out, x_out, logits, counter, seq, slots, experts, weights, order,
+    tiles, num_tiles, T, most, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (BE experts, row)."""
+    row = tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    real = column < D
+    expert = tl.program_id(0) * BE + tl.arange(0, BE)
+    inside = (expert < E)[:, None] & real[None, :]
+    held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
+    scales = tl.load(norm + column, mask=real, other=0.0)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    value = tl.load(h + row * D + column, mask=real, other=0.0).to(tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts + (row * PARTS + part) * D + column
+        total += tl.load(at, mask=real, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = h_out.dtype.element_ty
+    value = cast(value + total, dtype).to(tl.float32)
+    x = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * scales
+    x = cast(x, dtype)
+    if tl.program_id(0) == 0:
+        tl.store(h_out + row * D + column, cast(value, dtype), mask=real)
+        tl.store(x_out + row * D + column, x, mask=real)
+    found = tl.sum(held.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    tl.store(logits + row * E + expert, found, mask=expert < E)
+    if _is_last(counter, tl.num_programs(0) * tl.num_programs(1)):
+        for one in range(T):
+            _choose(logits, experts, weights, seq, slots, one, E, EP, K)
+        tl.debug_barrier()
+        line, place = tl.arange(0, ROWS)[:, None], tl.arange(0, KP)[None, :]
+        chosen = tl.load(experts + line * K + place, mask=(line < T) & (place < K), other=-1,
+                         cache_modifier=".cg")  # fmt: skip
+        _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
+
+
+def norm_route_triton(
+    h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
+) -> tuple[Tensor, Tensor, Routing]:
+    """Run norm_route_torch, up to eight rows as one kernel."""
+    count, (num_experts, d), device = len(h), gate.shape, h.device
+    if count > _MOST_ROWS:
+        h, x = add_norm_triton(h, parts, norm, eps)
+        return h, x, route_triton(x, gate, None, None, rows, k=k, scaling=1.0, scoring="softmax")
+    most = most_tiles(count, k, num_experts)
+    new, x = torch.empty_like(h), torch.empty_like(h)
+    logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
+    weights = torch.empty((count, k), dtype=torch.float32, device=device)
+    experts, order = (torch.empty(count * k, dtype=torch.int32, device=device) for _ in range(2))
+    tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
+        h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), rows.seq,
+        rows.slots, experts, weights, order, tiles, num_tiles, count, most, D=d,
+        WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], E=num_experts,
+        EP=triton.next_power_of_2(num_experts), BE=_EXPERTS, K=k, KP=triton.next_power_of_2(k),
+        ROWS=triton.next_power_of_2(count), TILE=tile_pairs(count), num_warps=4,
+        **overlapping(device),
+    )  # fmt: skip
+    return new, x, Routing(experts.view(count, k), weights, order, tiles, num_tiles)

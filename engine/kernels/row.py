@@ -1,0 +1,163 @@
+"""Products of one row with plain weights (twins: linear_torch, moe_torch).
+
+A single row meets each weight once, so there is nothing to share and no use for tensor cores. A
+program asks for all of its few weight rows at once and keeps them in registers; whatever does not
+depend on the kernel before (dense weights; which experts, for their second product) is on its way
+before that kernel has ended.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.formats import Matrix
+from engine.kernels.overlap import await_previous, begin_next, overlapping
+from engine.kernels.router import Routing
+from engine.kernels.triton_compat import cast, tl, triton
+
+#: Weights that one thread holds, at most (bfloat16: 64 registers).
+_HELD = 128
+_WARPS = 4
+#: Widest row: of so many columns a program would hold two rows.
+_MOST_WIDTH = _HELD * _WARPS * 32 // 2
+
+
+@triton.jit
+def _linear_kernel(
+    x, w, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Program of BN rows of w [N, K]."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, WIDTH)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    held = tl.load(w + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
+    # Before the wait: the next kernel touches nothing of ours before it has waited for us.
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
+    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+    tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _clear(parts, experts, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Write zeros where no program of the second product will write: the last part, and padding's."""
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    if program <= CHOICES:
+        empty = program == CHOICES
+        if program < CHOICES:
+            empty = tl.load(experts + program) < 0
+        if empty:
+            tl.store(parts + program * D + column, tl.zeros((BLOCK,), tl.float32), mask=column < D)
+
+
+@triton.jit
+def _first_kernel(
+    x, data, data_apart, hidden, parts, experts, tiles, num_tiles, order, weights, limit,
+    CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (BN hidden values, tile of one pair)."""
+    block, tile = tl.program_id(0), tl.program_id(1)
+    n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    _clear(parts, experts, CHOICES, D, WIDTH)
+    if tile >= tl.load(num_tiles):
+        return
+    at = data + tl.load(tiles + tile * 3).to(tl.int64) * data_apart
+    inside = (n < INNER)[:, None] & (k < D)[None, :]
+    gate = tl.load(at + n[:, None] * D + k[None, :], mask=inside, other=0.0)
+    up = tl.load(at + (n + INNER)[:, None] * D + k[None, :], mask=inside, other=0.0)
+    value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
+    weight = tl.load(weights + tl.load(order + tl.load(tiles + tile * 3 + 1)))
+    g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
+    u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
+    made = g / (1.0 + tl.exp(-g)) * u * weight
+    tl.store(hidden + tile * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
+
+
+@triton.jit
+def _second_kernel(
+    hidden, data, data_apart, parts, tiles, num_tiles, order, INNER: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (BN output values, tile of one pair).
+
+    The first product let this one begin after its own wait, so the tiles are there.
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
+    real = (tile < tl.load(num_tiles)).to(tl.int32)  # 0: a tile that is not there
+    height, length = real * D, real * INNER
+    expert = tl.maximum(tl.load(tiles + tile * 3), 0).to(tl.int64)
+    inside = (n < height)[:, None] & (k < INNER)[None, :]
+    at = data + expert * data_apart + n[:, None] * INNER + k[None, :]
+    held = tl.load(at, mask=inside, other=0.0)
+    pair = tl.load(order + tl.load(tiles + tile * 3 + 1))
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
+    value = tl.load(hidden + tile * INNER + k, mask=k < length, other=0.0).to(tl.float32)
+    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+    tl.store(parts + pair * D + n, total, mask=n < height)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def _tiling(width: int, stacks: int = 1) -> tuple[int, int]:
+    """Columns as a power of two, and weight rows of a program that reads `stacks` of them."""
+    columns = triton.next_power_of_2(width)
+    return columns, max(1, _HELD * _WARPS * 32 // columns // stacks)
+
+
+def takes_row(x: Tensor, *weights: Matrix) -> bool:
+    """Whether the kernels here take x [T, K] and weights."""
+    return len(x) == 1 and all(
+        w.kind == "plain" and w.data.dtype == x.dtype and w.shape[-1] <= _MOST_WIDTH
+        for w in weights
+    )
+
+
+def linear_row(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Run linear_torch for one row.
+
+    Args:
+        x: [1, K].
+        w: plain [N, K], of x's dtype.
+        out_dtype: of the result; x's by default.
+
+    Returns:
+        [1, N].
+    """
+    height, width = w.shape
+    columns, rows = _tiling(width)
+    out = torch.empty((1, height), dtype=out_dtype or x.dtype, device=x.device)
+    _linear_kernel[(triton.cdiv(height, rows),)](
+        x, w.data, out, height, K=width, WIDTH=columns, BN=rows, num_warps=_WARPS,
+        **overlapping(x.device),
+    )  # fmt: skip
+    return out
+
+
+def experts_row(x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float) -> Tensor:
+    """Run moe_torch for one row without a shared expert; arguments and result as there."""
+    choices, (d, inner) = routing.experts.shape[1], w2.shape[-2:]
+    tiles = len(routing.tiles)
+    hidden = torch.empty((tiles, inner), dtype=x.dtype, device=x.device)
+    parts = torch.empty((1, choices + 1, d), dtype=torch.float32, device=x.device)
+    columns, rows = _tiling(d, 2)
+    _first_kernel[(max(triton.cdiv(inner, rows), triton.cdiv(choices + 1, tiles)), tiles)](
+        x, w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
+        routing.num_tiles, routing.order, routing.weights, limit, CHOICES=choices, INNER=inner,
+        D=d, WIDTH=columns, BN=rows, num_warps=_WARPS, **overlapping(x.device),
+    )  # fmt: skip
+    columns, rows = _tiling(inner)
+    _second_kernel[(triton.cdiv(d, rows), tiles)](
+        hidden, w2.data, w2.data.stride(0), parts, routing.tiles, routing.num_tiles,
+        routing.order, INNER=inner, D=d, WIDTH=columns, BN=rows, num_warps=_WARPS,
+        **overlapping(x.device),
+    )  # fmt: skip
+    return parts

@@ -1,0 +1,120 @@
+"""Kernels of one row, and of the way from a sublayer to the experts, against their twins."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.device.rows import build_rows
+from engine.kernels.formats import Matrix
+from engine.kernels.linear import linear_torch
+from engine.kernels.moe import moe_torch
+from engine.kernels.norm_route import norm_route_torch, norm_route_triton
+from engine.kernels.router import Routing, group_torch
+from engine.kernels.row import experts_row, linear_row, takes_row
+from engine.kernels.rows import Rows
+from engine.plan.step import Chunk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E, K = 12, 3
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def decode_rows(slots: list[int]) -> Rows:
+    """One row for each slot; slot 0 is padding."""
+    chunks = [Chunk(str(i), slot, 5 + i, (7,), (slot,), True) for i, slot in enumerate(slots)]
+    rows, _ = build_rows(chunks, block_size=16, device=DEVICE)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(40, 64), (9, 96), (130, 512)])
+def test_a_row_times_a_matrix_equals_its_twin(dtype: torch.dtype, n: int, k: int) -> None:
+    """Any number of rows and columns of the weight, also none that divides a program's share."""
+    torch.manual_seed(0)
+    x, w = rand(1, k, dtype=dtype), Matrix("plain", rand(n, k, dtype=dtype) * k**-0.5)
+    found, wanted = linear_row(x, w), linear_torch(x, w)
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    wide = linear_row(x, w, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert not takes_row(rand(2, k, dtype=dtype), w)
+    fault = Matrix("plain", torch.cat([w.data[1:], w.data[:1]]))
+    assert (linear_row(x, fault) - wanted).abs().max() > 0.05  # rows in another's place are seen
+
+
+def expert_weights(dtype: torch.dtype, d: int, inner: int) -> tuple[Matrix, Matrix]:
+    """Stacks that lie apart, as in slots."""
+    wide = rand(E, 2 * inner * d + d * inner + 64, dtype=dtype) * d**-0.5
+    first = wide[:, : 2 * inner * d].unflatten(1, (2 * inner, d))  # type: ignore[no-untyped-call]
+    second = wide[:, 2 * inner * d : 3 * inner * d].unflatten(1, (d, inner))  # type: ignore[no-untyped-call]
+    return Matrix("plain", first), Matrix("plain", second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chosen", [[5, 0, 11], [-1, 3, -1], [-1, -1, -1]], ids=str)
+@pytest.mark.parametrize(("d", "inner"), [(64, 48), (96, 32)])
+def test_experts_of_a_row_equal_their_twin(
+    dtype: torch.dtype, chosen: list[int], d: int, inner: int
+) -> None:
+    """Parts of each choice; 0 for pairs that reach no expert and where a shared one would be."""
+    torch.manual_seed(1)
+    x = rand(1, d, dtype=dtype)
+    w13, w2 = expert_weights(dtype, d, inner)
+    experts = torch.tensor([chosen], dtype=torch.int32, device=DEVICE)
+    routing = Routing(experts, rand(1, K).abs() * (experts >= 0), *group_torch(experts, E))
+    wanted = moe_torch(x, routing, w13, w2, None, None, limit=1.0, act_group=None)
+    found = experts_row(x, routing, w13, w2, limit=1.0)
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if chosen[0] >= 0:
+        moved = dataclasses.replace(routing, tiles=routing.tiles.roll(1, 0))
+        fault = experts_row(x, moved, w13, w2, limit=1.0)
+        assert (fault - wanted).abs().max() < 1e-1  # the order of tiles does not matter ...
+        other = dataclasses.replace(routing, order=routing.order.roll(1))
+        assert (experts_row(x, other, w13, w2, limit=1.0) - wanted).abs().max() > 1e-3  # pairs do
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [[1], [0], [3, 1], [2, 0, 5, 7, 1], list(range(1, 9)), [4] * 11])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_norm_and_routing_equal_their_twin(
+    dtype: torch.dtype, slots: list[int], parts: int
+) -> None:
+    """Residual, norm, choices and tiles of up to eight rows and of more; padding reaches none."""
+    torch.manual_seed(len(slots))
+    count, d = len(slots), 48
+    h, summands = rand(count, d, dtype=dtype), rand(count, parts, d)
+    norm, gate = rand(d), rand(E, d, dtype=dtype)
+    rows = decode_rows(slots)
+    wanted = norm_route_torch(h, summands, norm, 1e-6, gate, rows, k=K)
+    found = norm_route_triton(h, summands, norm, 1e-6, gate, rows, k=K)
+    for one, other in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    mine, twin = found[2], wanted[2]
+    assert torch.equal(mine.experts, twin.experts)
+    torch.testing.assert_close(
+        mine.weights, twin.weights, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+    assert torch.equal(mine.num_tiles, twin.num_tiles)
+    assert torch.equal(mine.tiles, twin.tiles)
+    real = int((twin.experts >= 0).sum())
+    assert torch.equal(mine.order[:real], twin.order[:real])
+
+
+def test_equal_logits_take_the_lowest_experts() -> None:
+    """Ties fall as in the twin."""
+    torch.manual_seed(0)
+    gate = rand(3, 32).repeat(4, 1)  # experts 0, 3, 6, 9 alike
+    h, parts, norm = rand(1, 32), rand(1, 1, 32), rand(32)
+    rows = decode_rows([1])
+    *_, routing = norm_route_triton(h, parts, norm, 1e-6, gate, rows, k=K)
+    first = routing.experts[0].tolist()
+    assert first == [first[0], first[0] + 3, first[0] + 6]
+    assert first[0] < 3
