@@ -130,7 +130,7 @@ def _cut(stage: Stage, before: Ints, ends: Ints, chunks: Sequence[Chunk], table_
     base = np.cumsum(ends - before) - (ends - before)
     firsts = np.array(stage.firsts, np.int64)
     lengths = ends - firsts
-    left = np.flatnonzero(lengths)
+    left: list[int] = np.flatnonzero(lengths).tolist()
     counts = lengths[left].astype(np.int32)
     at = np.cumsum(counts, dtype=np.int32) - counts
     kept = np.concatenate((firsts[:0], *(base[c] + np.arange(firsts[c], ends[c]) - before[c] for c in left)))  # fmt: skip
