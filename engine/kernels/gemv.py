@@ -203,14 +203,12 @@ def _tile(
                 b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
                 factor = _power(bytes_here[piece])
                 products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
-                if quick:
-                    # What the codes lack, in two steps: neither they nor the scale may overflow.
-                    acc += products * 2.0**60 * (factor * 2.0**60)
-                else:
-                    acc += products * factor
+                # What the codes lack comes in two steps, half of it here and half at the end:
+                # neither the scale nor the sums may leave their range.
+                acc += products * (factor * 2.0**60 if quick else factor)
             else:
                 acc = dot(a.to(work), b.to(work), acc)
-    return acc
+    return acc * 2.0**60 if quick and BLOCK > 0 else acc
 
 
 @triton.jit
@@ -310,12 +308,16 @@ def _add_up(
     BN: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Add the shares of a tile's rows up, in order, and finish them, four rows at a time."""
-    for r in tl.range(t0, tl.minimum(t0 + BT, T), 4, num_stages=1):
-        t = r + tl.arange(0, 4)
+    """Add the shares of a tile's rows up, in order, and finish them, some rows at a time.
+
+    All shares of those rows are asked for at once: each round waits for memory once.
+    """
+    SOME: tl.constexpr = 16 if BT >= 64 else 8
+    for r in tl.range(t0, tl.minimum(t0 + BT, T), SOME, num_stages=1):
+        t = r + tl.arange(0, SOME)
         inside = (t < T)[:, None] & (n < N)[None, :]
         places = scratch + (t[:, None] * split).to(tl.int64) * N + n[None, :]
-        total = tl.zeros((4, BN), tl.float32)
+        total = tl.zeros((SOME, BN), tl.float32)
         for part in tl.static_range(MOST):
             there = inside & (tl.full((1, 1), part, tl.int32) < split)
             share = tl.load(places + part * N, mask=there, other=0.0, cache_modifier=".cg")
