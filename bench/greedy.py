@@ -31,7 +31,7 @@ from typing import Any
 import orjson
 import torch
 
-from bench.rows import RESULTS, make_rows, write_rows
+from bench.rows import ROOT, make_rows, write_rows
 from engine import TINY_CHECKPOINT
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.core import EngineCore, load_engine
@@ -51,7 +51,7 @@ BLOCK = 128
 STREAMS = 16
 CHUNK = 512
 TIE = 1e-3
-ANSWERS = RESULTS / "greedy-tiny-cpu.jsonl"
+ANSWERS = ROOT / "bench/results/greedy-tiny-cpu.jsonl"
 #: Rows of chunks that are processed to compile what chunks of their class need.
 LENGTHS = {"short": (1, 20, 40, 70), "long": (100, 200, 400, CHUNK)}
 KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}

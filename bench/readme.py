@@ -190,17 +190,26 @@ def rewritten(page: str) -> tuple[str, str]:
     return text, head + BEGIN + figures + END + tail
 
 
+def rewrite() -> None:
+    """Rewrite the part between the markers of each page."""
+    for page in PAGES:
+        text, fresh = rewritten(page)
+        if fresh != text:
+            (ROOT / page).write_text(fresh)
+
+
 def main() -> None:
-    """Rewrite the part between the markers of each page, or say that one is stale."""
+    """Rewrite the pages, or say that one is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 where a page is stale")
     args = parser.parse_args()
+    if not args.check:
+        rewrite()
+        return
     for page in PAGES:
         text, fresh = rewritten(page)
-        if args.check and fresh != text:
-            sys.exit(f"{page}: figures are stale: python -m bench.readme")
         if fresh != text:
-            (ROOT / page).write_text(fresh)
+            sys.exit(f"{page}: figures are stale: python -m bench.readme")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ import torch
 from engine.options import usable_cores
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+#: Where rows are written, and read for README.
+RESULTS = Path(os.environ.get("BATHYAL_RESULTS", Path(__file__).parent / "results"))
 #: Packages whose version can change a figure.
 PACKAGES = ("bathyal", "torch", "triton", "flashinfer-python", "numpy", "deepseek-recipe")
 
@@ -132,7 +133,7 @@ def write_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
         name: file name without its ending.
         rows: from `make_rows`.
     """
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return path

@@ -1,0 +1,269 @@
+"""All GPU figures of README in one go: every command once, most important first, a lane for each GPU.
+
+    python -m bench.measure                  on all GPUs there are
+    python -m bench.measure --minutes 9      what fits, in order of importance
+    python -m bench.measure --only tests     some of the commands, by the beginning of their names
+
+Each command runs in a process of its own under a time limit and writes its rows as they come, so that
+whatever ends the run, what was measured is kept. Lanes take the next command when they are free; one
+GPU measures one command at a time. Commands share compiled kernels through Triton's cache on disk.
+
+A command's output goes to bench/results/logs/NAME.log; those of GPU tests, together, to
+bench/results/gpu-tests.log. BATHYAL_RESULTS names another folder for rows and logs. At the end README's
+tables are written anew. Exit code 1 if a command failed or was cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bench import readme
+from bench.rows import RESULTS, ROOT
+
+LOGS = RESULTS / "logs"
+#: Seconds that are kept for README at the end of a run of limited time.
+REST = 5
+TESTS = "tests-"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One command.
+
+    Args:
+        name: of its log.
+        command: after "python -m".
+        seconds: it is ended after so many.
+    """
+
+    name: str
+    command: str
+    seconds: int
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a command ended.
+
+    Args:
+        name: of the job.
+        code: exit code; None where it was cut.
+        seconds: it took.
+    """
+
+    name: str
+    code: int | None
+    seconds: float
+
+
+def engine(geometry: str, what: str, out: str, more: str = "") -> str:
+    """Command of bench.engine."""
+    return f"bench.engine --geometry {geometry} --what {what} --out {out} {more}".strip()
+
+
+#: Folders of tests by process; together all that are marked gpu.
+TEST_PARTS = (
+    "tests/engine/kernels",
+    "tests/engine/device",
+    "tests/engine/paging tests/engine/qwen3 tests/engine/replay",
+    "tests/engine --ignore=tests/engine/kernels --ignore=tests/engine/device"
+    " --ignore=tests/engine/paging --ignore=tests/engine/qwen3 --ignore=tests/engine/replay",
+)
+QWEN = "bench.paged --geometry qwen3-30b-a3b"
+JOBS = (
+    Job(
+        "engine-v4",
+        engine("v4-flash-8l", "decode,ttft,beside,cached,long,load", "gpu-engine-v4-flash-8l"),
+        170,
+    ),
+    Job("paged", f"{QWEN} --slots 40 --baselines --out gpu-paged-qwen", 150),
+    Job(
+        "engine-v41",
+        engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
+        150,
+    ),
+    Job("replay", "bench.replay --geometry v41-40l --out gpu-replay-v41-40l", 200),
+    Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
+    Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
+    Job(
+        "step-v4",
+        "bench.device_step --geometry v4-flash-8l --context 256,65536 --out gpu-step-v4-flash-8l",
+        80,
+    ),
+    Job("start", "bench.start --geometry v4-flash-8l --out gpu-start", 150),
+    Job("greedy", "bench.greedy --out gpu-greedy-tiny", 90),
+    *(
+        Job(
+            f"{TESTS}{number}",
+            f"pytest -m gpu -q -p no:cacheprovider --durations=5 {part}",
+            120,
+        )
+        for number, part in enumerate(TEST_PARTS, 1)
+    ),
+    Job(
+        "ablation",
+        engine(
+            "v4-flash-8l",
+            "decode",
+            "gpu-ablation-v4-flash-8l",
+            "--mode graph,eager --batch 1,64 --repeats 2 --new-tokens 12 --tokens 70000",
+        ),
+        90,
+    ),
+    Job(
+        "step-v41",
+        "bench.device_step --geometry v41-8l --context 256,65536 --out gpu-step-v41-8l",
+        80,
+    ),
+    Job(
+        "paged-v4",
+        "bench.paged --geometry v4-flash-43l --slots 128 --resident-layers 30 --hit 0.9"
+        " --out gpu-paged-v4-flash-43l",
+        200,
+    ),
+    Job("zipf", f'{QWEN} --slots 16,24,32,48,64,96 --hit "" --zipf --out gpu-paged-zipf', 120),
+    Job("pages-in-prompts", f'{QWEN} --slots 64 --hit "" --prompt 8192 --out gpu-paged-prompt', 80),
+    Job(
+        "replay-v41-12l",
+        "bench.replay --geometry v41-12l --what ttft,tails --prompt 1024,8192"
+        " --tail-buckets 128,256,512,1024 --tokens 20000 --out gpu-replay-v41-12l",
+        110,
+    ),
+    Job("peers", "bench.micro.peers --out gpu-peers", 150),
+)
+
+
+@dataclass(slots=True)
+class Run:
+    """Commands that wait, and those that have ended.
+
+    Args:
+        waiting: in order of importance.
+        end: when everything must have ended, of time.monotonic().
+        ended: so far.
+        running: processes of those that run.
+    """
+
+    waiting: deque[Job]
+    end: float
+    ended: list[Ended] = field(default_factory=list)
+    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def lane(self, gpu: int) -> None:
+        """Run commands on one GPU until none is left or the time is over."""
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    return
+                job = self.waiting.popleft()
+            left = self.end - time.monotonic() - REST
+            if left <= 0:
+                self._note(Ended(job.name, None, 0.0), gpu)
+                continue
+            self._note(self._run(job, gpu, min(job.seconds, left)), gpu)
+
+    def stop(self) -> None:
+        """End what runs and begin nothing more."""
+        with self.lock:
+            self.waiting.clear()
+            for process in self.running:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+
+    def _run(self, job: Job, gpu: int, seconds: float) -> Ended:
+        """Run one command, its output into its log."""
+        begin = time.monotonic()
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", *shlex.split(job.command)]
+        with (LOGS / f"{job.name}.log").open("wb") as log:
+            log.write(f"$ python -m {job.command}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with self.lock:
+                self.running.add(process)
+            try:
+                code: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                code = None
+            with self.lock:
+                self.running.remove(process)
+        return Ended(job.name, code, time.monotonic() - begin)
+
+    def _note(self, ended: Ended, gpu: int) -> None:
+        with self.lock:
+            self.ended.append(ended)
+            how = "cut" if ended.code is None else f"exit code {ended.code}"
+            print(f"{ended.name}: {how} after {ended.seconds:.0f} s on GPU {gpu}", flush=True)
+            if ended.name.startswith(TESTS):
+                join_tests()
+
+
+def join_tests() -> None:
+    """Put the logs of GPU tests into one file."""
+    logs = sorted(LOGS.glob(f"{TESTS}*.log"))
+    (RESULTS / "gpu-tests.log").write_bytes(b"\n".join(log.read_bytes() for log in logs))
+
+
+def chosen(only: Sequence[str]) -> list[Job]:
+    """Jobs whose name begins with one of some words; all for none.
+
+    Raises:
+        SystemExit: a word is the beginning of no name.
+    """
+    for word in only:
+        if not any(job.name.startswith(word) for job in JOBS):
+            names = ", ".join(job.name for job in JOBS)
+            raise SystemExit(f"--only: expected the beginning of one of {names}, got {word}")
+    return [job for job in JOBS if not only or job.name.startswith(tuple(only))]
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=24 * 60, help="most that it may take")
+    parser.add_argument("--gpus", type=int, default=0, help="how many to use; 0 for all")
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names of commands")
+    args = parser.parse_args()
+    jobs, gpus = chosen(args.only), args.gpus or torch.cuda.device_count()
+    if not gpus:
+        parser.error("expected an NVIDIA GPU, torch finds none")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    work = Run(deque(jobs), time.monotonic() + 60 * args.minutes)
+    lanes = [threading.Thread(target=work.lane, args=(gpu,)) for gpu in range(gpus)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    try:
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+    finally:
+        work.stop()
+        readme.rewrite()
+    return int(any(ended.code != 0 for ended in work.ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

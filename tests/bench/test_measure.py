@@ -1,0 +1,70 @@
+"""The run of all GPU figures: order, limits, logs and what is left when it is cut."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from bench import measure
+from bench.measure import Job, Run
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(measure, "LOGS", tmp_path)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def work(*jobs: Job, seconds: float = 60) -> Run:
+    found = Run(deque(jobs), time.monotonic() + seconds + measure.REST)
+    found.lane(0)
+    return found
+
+
+def test_commands_run_in_order_into_their_logs(logs: Path) -> None:
+    """Each command's output is in its log under its command line; a failure stops nobody."""
+    ended = work(
+        Job("first", "calendar 2026 11", 20), Job("bad", "calendar x", 20), Job("last", "this", 20)
+    ).ended
+
+    assert [(one.name, one.code) for one in ended] == [("first", 0), ("bad", 2), ("last", 0)]
+    lines = (logs / "first.log").read_text().splitlines()
+    assert lines[0] == "$ python -m calendar 2026 11"
+    assert "November 2026" in lines[1]
+
+
+def test_a_command_that_takes_too_long_is_cut(logs: Path) -> None:
+    """It ends with all it has started, keeps what it wrote, and the next one runs."""
+    found = work(Job("long", "timeit -n 1 -r 1 -v 'import time; time.sleep(60)'", 1), Job("next", "this", 20))  # fmt: skip
+
+    assert [(one.name, one.code) for one in found.ended] == [("long", None), ("next", 0)]
+    assert not found.running
+
+
+def test_nothing_begins_when_the_time_is_over(logs: Path) -> None:
+    """Commands that no time is left for are named as cut and do not run."""
+    found = work(Job("late", "this", 20), seconds=0)
+
+    assert [(one.name, one.code) for one in found.ended] == [("late", None)]
+    assert not (logs / "late.log").exists()
+
+
+def test_logs_of_tests_are_joined(logs: Path) -> None:
+    """After each process of tests one file holds all their logs so far."""
+    work(Job("tests-2", "calendar 2026 2", 20), Job("tests-1", "calendar 2026 1", 20))
+
+    text = (logs / "gpu-tests.log").read_text()
+    assert text.index("January 2026") < text.index("February 2026")
+
+
+def test_every_command_can_be_chosen() -> None:
+    """Words choose by the beginning of a name, unknown ones are refused, and names are unique."""
+    assert [job.name for job in measure.chosen(["tests"])] == [f"tests-{n}" for n in range(1, 5)]
+    assert measure.chosen([]) == list(measure.JOBS)
+    assert len({job.name for job in measure.JOBS}) == len(measure.JOBS)
+    with pytest.raises(SystemExit, match="beginning of one of engine-v4"):
+        measure.chosen(["nothing"])
