@@ -22,7 +22,6 @@ a prompt in one chunk, copy_ms of what it copies alone, compute_ms without the c
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +30,7 @@ import torch
 
 from bench.geometries import geometry
 from bench.paged_baselines import baselines
-from bench.paged_model import QWEN, PagedBench, Timed, mark
+from bench.paged_model import QWEN, PagedBench, Timed, mark, peaks
 from bench.rows import make_rows, percentile, spread, write_rows
 from engine.model.expert_stream import ExpertStream
 
@@ -68,22 +67,13 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         common = {**loaded, "slots": count, "offloaded_gb": round(offloaded / 1e9, 2)}
         for batch in batches:
             for row in _decode(bench, args, batch, count):
-                yield {**common, **row, **_peaks()}
+                yield {**common, **row, **peaks()}
         if args.check:
             for number, paged in enumerate(bench.paged[:: max(1, len(bench.paged) // 4)]):
                 paged.check_integrity()
                 print(f"# slots of paged layer {number} hold the store's bytes", flush=True)
         for length in (int(n) for n in args.prompt.split(",") if n):
-            yield {**common, **_prompt(bench, length, args.repeats), **_peaks()}
-
-
-def _peaks() -> dict[str, float]:
-    """Peak memory of both sides so far, in GB."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "gpu_peak_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
-        "host_peak_gb": round(host / 1e9, 2),
-    }
+            yield {**common, **_prompt(bench, length, args.repeats), **peaks()}
 
 
 def _decode(

@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import random
+import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,9 @@ def packed(trace: np.ndarray[Any, np.dtype[np.int32]], num_experts: int) -> Tens
 
 
 class Injected:
-    """Puts a trace in place of what routers chose; capturable, the step is counted on the device.
+    """Puts a trace in place of what routers chose for decode steps of its number of rows.
+
+    Capturable: steps are counted on the device; behind the last one the trace begins anew.
 
     Args:
         model: whose operations are replaced.
@@ -132,8 +135,9 @@ class Injected:
         trace: np.ndarray[Any, np.dtype[np.int32]],
         num_experts: int,
     ) -> None:
-        self._packed = packed(trace, num_experts).cuda()
-        self.step = torch.zeros(1, dtype=torch.int64, device="cuda")
+        device = model.gates[0].device
+        self._packed = packed(trace, num_experts).to(device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
         _, self._layers, rows, k = trace.shape
         self._shape, self._most = (rows, k), most_tiles(rows, k, num_experts)
         self._layer = 0
@@ -146,6 +150,7 @@ class Injected:
         """The trace's choice for the layer that routes now, with the router's weights."""
         if self._layer == 0:
             self._now = self._packed.index_select(0, self.step)[0]
+            self.step.add_(1).remainder_(len(self._packed))
         line, (rows, k) = self._now[self._layer], self._shape
         self._layer = (self._layer + 1) % self._layers
         pairs = rows * k
@@ -159,16 +164,39 @@ class Injected:
             used[:1],
         )
 
-    def _route(self, *args: Any, **kwargs: Any) -> Routing:
-        return self._given(self._plain.route(*args, **kwargs))
+    def _route(
+        self, x: Tensor, gate: Tensor, bias: Any, table: Any, rows: Rows, **kwargs: Any
+    ) -> Routing:
+        routing = self._plain.route(x, gate, bias, table, rows, **kwargs)
+        return self._given(routing) if self._is_meant(rows) else routing
 
-    def _norm_route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Routing]:
-        h, x, routing = self._plain.norm_route(*args, **kwargs)
-        return h, x, self._given(routing)
+    def _is_meant(self, rows: Rows) -> bool:
+        return rows.is_decode and rows.num_rows == self._shape[0]
+
+    def _norm_route(
+        self,
+        h: Tensor,
+        parts: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate: Tensor,
+        rows: Rows,
+        *,
+        k: int,
+    ) -> tuple[Tensor, Tensor, Routing]:
+        h, x, routing = self._plain.norm_route(h, parts, norm, eps, gate, rows, k=k)
+        return h, x, self._given(routing) if self._is_meant(rows) else routing
 
     def close(self) -> None:
         """Give the model its router back."""
         self._model.ops = self._plain
+
+
+def peaks() -> dict[str, float]:
+    """Peak memory of both sides so far, in GB; pinned memory is the process's own."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    return {"gpu_peak_gb": round(gpu / 1e9, 2), "host_peak_gb": round(host / 1e9, 2)}
 
 
 def mark() -> torch.cuda.Event:
@@ -314,8 +342,6 @@ class PagedBench:
             rows.ids.copy_(logits.argmax(-1))
             rows.positions.add_(1)
             rows.starts.add_(1)
-            if injected is not None:
-                injected.step.add_(1)
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
