@@ -4,7 +4,8 @@
 
 Decode rows are timed over the pools of several layers in turn, so that the L2 cache does not
 flatter; a figure is per layer. Times are of a replayed CUDA graph, the median of several replays.
-First every cut is compared with the torch form.
+First every cut is compared with the torch form. Keys lie in the forms of V4, of V4.1, or as plain
+bfloat16 numbers, for comparison.
 """
 
 from __future__ import annotations
@@ -20,21 +21,28 @@ from torch import Tensor
 from bench.micro.timing import BANDWIDTH, RATE, replayed_us
 from engine.kernels import reference
 from engine.kernels.attention import Tile, attend_torch, attend_triton, tile_for
+from engine.kernels.records import pack_torch
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
 from engine.kernels.window import window_keys_triton
+from engine.plan.records import Forms, forms_of
 
 HEADS, DIM, WINDOW, TOPK, PAIRS, BLOCK = 64, 512, 128, 512, 32, 256
 LAYERS = 6
 
-#: Cuts tried beside the one that ships, by rows of a decode pass, and for prefill.
+#: Cuts tried beside the one that ships, by rows of a decode pass.
 DECODE_TILES = {
-    64: [Tile(64, 64, 1, 8, 1), Tile(64, 64, 3, 8, 1)],
-    16: [Tile(16, 32, 4, 4, 2), Tile(64, 64, 7, 8, 1), Tile(16, 64, 5, 8, 1)],
-    4: [Tile(16, 64, 10, 8, 1)],
-    1: [Tile(16, 32, 20, 8, 1)],
+    64: [Tile(64, 64, 1, 8, 1), Tile(64, 64, 3, 8, 1), Tile(64, 64, 2, 4, 1)],
+    16: [Tile(64, 64, 7, 8, 1), Tile(64, 64, 5, 8, 1), Tile(64, 64, 10, 8, 1)],
+    4: [Tile(64, 64, 10, 8, 1), Tile(64, 32, 10, 8, 1), Tile(16, 64, 10, 8, 1)],
+    1: [Tile(64, 64, 10, 8, 1), Tile(64, 32, 20, 8, 1), Tile(16, 32, 20, 4, 1)],
 }
-PREFILL_TILES = [Tile(64, 32, 1, 8, 2)]
+#: How keys lie, by name.
+FORMS = {
+    "plain": Forms(),
+    "v4": forms_of(is_v41=False, is_quantised=True),
+    "v41": forms_of(is_v41=True, is_quantised=True),
+}
 
 
 @dataclass
@@ -45,13 +53,14 @@ class Layer:
     keywords: dict[str, object]
 
 
-def layer(rows: Rows, kind: str, seed: int) -> Layer:
-    """Give random queries, keys and pools in bfloat16.
+def layer(rows: Rows, kind: str, seed: int, forms: Forms) -> Layer:
+    """Give random queries, keys and pools.
 
     Args:
         rows: the pass; its tables name the blocks.
         kind: "window", "choice" (of entries of 4 tokens) or "all" (entries of 128 tokens).
         seed: of the numbers.
+        forms: of keys.
     """
     torch.manual_seed(seed)
     options = {"device": "cuda", "dtype": torch.bfloat16}
@@ -60,6 +69,7 @@ def layer(rows: Rows, kind: str, seed: int) -> Layer:
     if ratio:
         blocks = int(rows.tables.max()) + 1
         entries = torch.randn(blocks, BLOCK // ratio, DIM, **options)
+        entries = pack_torch(entries, forms.entries, 2 * PAIRS)
     if kind == "choice":
         visible = (rows.positions + 1) // ratio
         # a random ascending choice: one entry of each of TOPK equal stretches
@@ -76,15 +86,20 @@ def layer(rows: Rows, kind: str, seed: int) -> Layer:
     freqs = reference.rope_frequencies(2 * PAIRS, 160000.0).cuda()
     args = (
         torch.randn(tokens, HEADS * DIM, **options),
-        torch.randn(tokens, DIM, **options),
-        torch.randn(rows.num_sequences + 1, WINDOW, DIM, **options),
+        pack_torch(torch.randn(tokens, DIM, **options), forms.window, 2 * PAIRS),
+        pack_torch(
+            torch.randn(rows.num_sequences + 1, WINDOW, DIM, **options), forms.window, 2 * PAIRS
+        ),
         entries,
         choice,
         torch.randn(HEADS, device="cuda"),
         rope_table(freqs, rows.max_end),
         rows,
     )
-    keywords = {"ratio": ratio, "head_norm_eps": 1e-6, "window": WINDOW, "scale": DIM**-0.5}
+    keywords = {
+        "ratio": ratio, "head_norm_eps": 1e-6, "window": WINDOW, "scale": DIM**-0.5,
+        "window_form": forms.window, "entry_form": forms.entries,
+    }  # fmt: skip
     return Layer(args, keywords)
 
 
@@ -112,17 +127,21 @@ def rows_of(starts: list[int], length: int) -> Rows:
     )
 
 
-def keys_read(one: Layer) -> int:
-    """Keys that the rows of a pass attend in all."""
-    rows = one.args[-1]
+def keys_read(one: Layer) -> tuple[int, int]:
+    """Keys that the rows of a pass attend in all, and their bytes."""
+    ring, entries, choice = (one.args[i] for i in (2, 3, 4))
+    rows, ratio = one.args[-1], one.keywords["ratio"]
     assert isinstance(rows, Rows)
-    keys = (rows.positions + 1).clamp(max=WINDOW).sum()
-    choice, ratio = one.args[4], one.keywords["ratio"]
+    assert isinstance(ring, Tensor)
+    keys = int((rows.positions + 1).clamp(max=WINDOW).sum())
+    nbytes, more = keys * ring.shape[-1] * ring.itemsize, 0
     if isinstance(choice, Tensor):
-        keys = keys + (choice >= 0).sum()
-    elif ratio:
-        keys = keys + ((rows.positions + 1) // ratio).sum()
-    return int(keys)
+        more = int((choice >= 0).sum())
+    elif isinstance(ratio, int) and ratio:
+        more = int(((rows.positions + 1) // ratio).sum())
+    if isinstance(entries, Tensor):
+        nbytes += more * entries.shape[-1] * entries.itemsize
+    return keys + more, nbytes
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -135,8 +154,8 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     one = layers[0]
     rows = one.args[-1]
     assert isinstance(rows, Rows)
-    tokens, keys = rows.num_rows, keys_read(one)
-    moved = 2 * (keys * DIM + 2 * tokens * HEADS * DIM)
+    tokens, (keys, nbytes) = rows.num_rows, keys_read(one)
+    moved = nbytes + 4 * tokens * HEADS * DIM
     products = keys * HEADS * DIM * 4
     shipped = tile_for(tokens, HEADS, one.keywords["ratio"] != 0, torch.bfloat16)
     want = attend_torch(*one.args, **one.keywords)
@@ -146,7 +165,7 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
         calls = [partial(attend_triton, *a.args, **a.keywords, tile=tile) for a in layers]
         time = replayed_us(calls)
         print(
-            f"{name:24} {time:9.1f} us {moved / time / BANDWIDTH * 1e8:5.1f}% read "
+            f"{name:30} {time:9.1f} us {moved / time / BANDWIDTH * 1e8:5.1f}% read "
             f"{products / time / 1e6:6.1f} TFLOP/s = {products / time / RATE * 1e8:4.1f}%  "
             f"error {wrong:.1e}  {tile.heads}x{tile.keys} splits {tile.splits} "
             f"warps {tile.warps} ahead {tile.ahead}{'  <- shipped' if tile == shipped else ''}",
@@ -160,20 +179,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     quick = parser.parse_args().quick
     print(torch.cuda.get_device_name(), torch.__version__)
-    kinds = ("choice",) if quick else ("choice", "window", "all")
-    for length in (8192,) if quick else (8192, 1024):
-        for kind in ("choice", "window", "all"):
-            rows = rows_of([0 if length > 1024 else 4096], length)
-            tiles = PREFILL_TILES if kind == "all" and length == 8192 else []
-            measure(f"prefill {kind} T={length}", [layer(rows, kind, 0)], tiles)
     for batch, tiles in DECODE_TILES.items():
         rows = rows_of([8000 + 61 * i for i in range(batch)], 1)
-        for kind in ("choice", "window") if quick else kinds:
-            layers = [layer(rows, kind, seed) for seed in range(LAYERS)]
-            measure(f"decode {kind} B={batch}", layers, tiles if kind == "choice" else [])
+        for name, forms in FORMS.items():
+            for kind in ("choice",) if quick else ("choice", "window", "all"):
+                layers = [layer(rows, kind, seed, forms) for seed in range(LAYERS)]
+                more = tiles if kind == "choice" and name != "plain" else []
+                measure(f"{name} decode {kind} B={batch}", layers, more)
+    for length in (8192,) if quick else (8192, 1024):
+        rows = rows_of([0 if length > 1024 else 4096], length)
+        for name, forms in FORMS.items():
+            for kind in ("choice",) if quick else ("choice", "window", "all"):
+                measure(f"{name} prefill {kind} T={length}", [layer(rows, kind, 0, forms)], [])
     for batch in (1, 64):
         rows = rows_of([8000 + i for i in range(batch)], 1)
-        args = layer(rows, "window", 0).args
+        args = layer(rows, "window", 0, FORMS["v4"]).args
         kv = torch.randn(batch, 1536, device="cuda", dtype=torch.bfloat16)[:, 1024:]
         call = partial(
             window_keys_triton,

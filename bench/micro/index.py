@@ -23,9 +23,11 @@ from bench.micro.attention import rows_of
 from bench.micro.timing import BANDWIDTH, RATE, copies, replayed_us
 from engine.kernels import compress, engram, index, inputs, reference, sampler, select
 from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
+from engine.kernels.records import pack_torch
 from engine.kernels.rope import rope_table
-from engine.kernels.roundtrip import Form, round_trip
+from engine.kernels.roundtrip import round_trip
 from engine.kernels.rows import Rows
+from engine.plan.records import Form
 
 D, DI, PAIRS, BLOCK, TOPK, VOCAB = 512, 128, 32, 256, 512, 129280
 Lines = Iterator[tuple[str, float, str]]
@@ -59,6 +61,12 @@ def setting(module: object, **values: object) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def pool_of(blocks: int, ratio: int, dim: int, form: Form) -> Tensor:
+    """An empty pool of entries or index keys."""
+    rows = torch.zeros(blocks, BLOCK // ratio, dim, device="cuda", dtype=torch.bfloat16)
+    return torch.zeros_like(pack_torch(rows, form, 2 * PAIRS))
+
+
 def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
     """One layer's compressor of each kind; stored entries must be the twin's but for edges."""
     table: dict[str, tuple[int, bool, int, Form]] = {
@@ -77,13 +85,13 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
         each: list[Callable[[], object]] = []
         pools: list[Tensor] = []
         for _ in range(3):
-            pool = torch.zeros(blocks, BLOCK // ratio, dim, device="cuda", dtype=torch.bfloat16)
+            pool = pool_of(blocks, ratio, dim, form)
             slots = rows.num_sequences + 1
             state = noise(slots, ring, 2 * width) if ratio > 1 else None
             ape = noise(ratio, width) if overlap or ratio > 4 else None
             keywords = {
                 "ratio": ratio, "overlap": overlap, "norm_w": 1 + noise(dim) / 9, "eps": 1e-6,
-                "rope": rope(rows), "form": form, "pool": pool,
+                "rope": rope(rows), "form": form, "pool": pool, "dtype": torch.bfloat16,
                 "want_latent": ratio < 3,
             }  # fmt: skip
             proj = noise(rows.num_rows, columns)
@@ -99,7 +107,7 @@ def compressors(rows: Rows, kinds: tuple[str, ...]) -> Lines:
         each[0]()
         off = (pools[0][1:] != pools[1][1:]).float().mean().item()
         time = timed(each)
-        yield f"compress {kind}", time, f"differs in {off:.1e} of values"
+        yield f"compress {kind}", time, f"differs in {off:.1e} of bytes"
 
 
 def together(rows: Rows) -> Lines:
@@ -115,11 +123,13 @@ def together(rows: Rows) -> Lines:
                 noise(rows.num_sequences + 1, 8, 4 * dim),
                 1 + noise(dim) / 9,
                 form,
-                torch.zeros(blocks, BLOCK // 4, dim, device="cuda", dtype=torch.bfloat16),
+                pool_of(blocks, 4, dim, form),
             )
             for dim, form in kinds
         ]
-        ring = noise(rows.num_sequences + 1, 128, D, dtype=torch.bfloat16)
+        ring = pack_torch(
+            noise(rows.num_sequences + 1, 128, D, dtype=torch.bfloat16), "fp8_64_tail", 2 * PAIRS
+        )
         kv = noise(count, D, dtype=torch.bfloat16)
         window = WindowInput(kv, 1 + noise(D) / 9, ring, "fp8_64_tail")
         raw = noise(count, 64 * DI, dtype=torch.bfloat16)
@@ -134,39 +144,48 @@ def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bo
     """Index queries, scores and selection of one layer, for several cuts."""
     count, width = rows.num_rows, rows.max_end // ratio
     blocks = int(rows.tables.max()) + 1
-    size = blocks * (BLOCK // ratio) * DI * 2
+    size = pool_of(1, ratio, DI, "fp4_32").numel() * blocks
     raws = [noise(count, heads * DI, dtype=torch.bfloat16) for _ in range(2)]
     queries = partial(index.index_queries_triton, head_dim=DI, form=form)
     turns = rope(rows)
     time = timed([partial(queries, raw, turns, rows) for raw in raws])
     yield f"{name} index_queries", time, ""
     weight = noise(count, heads) * (heads * DI) ** -0.5
-    pools = []
-    for _ in range(copies(size, 6)):
+    pools, plain = [], []
+    for _ in range(copies(size, 16)):
         pool = noise(blocks, BLOCK // ratio, DI, dtype=torch.bfloat16)
-        pools.append(round_trip(pool, "fp4_32"))
+        pools.append(pack_torch(pool, "fp4_32"))
+        plain.append(round_trip(pool, "fp4_32"))
     q = queries(raws[0], turns, rows)
-    choose = partial(select.choose_triton, rows=rows, ratio=ratio, topk=TOPK)
+    choose = partial(select.choose_triton, rows=rows, ratio=ratio, topk=TOPK, key_form="fp4_32")
     if count <= 64 and count * width < 1 << 20:
         got, _ = choose(q, weight, pools[0])
-        want, _ = select.choose_torch(q, weight, pools[0], rows, ratio=ratio, topk=TOPK)
+        want, _ = select.choose_torch(
+            q, weight, pools[0], rows, ratio=ratio, topk=TOPK, key_form="fp4_32"
+        )
         same = [len(set(a) & set(b)) for a, b in zip(got.tolist(), want.tolist(), strict=True)]
         print(f"{name}: {min(same)} of {want.shape[1]} chosen as by the twin at least")
     seen = (rows.positions + 1) // ratio
     flop = 2 * DI * heads * int(seen.sum())
-    moved = int(seen.amax()) * DI * 2 * rows.num_sequences + 4 * int(seen.sum())
-    score = partial(index.scores_triton, rows=rows, ratio=ratio, idle=TOPK)
+    moved = int(seen.amax()) * pools[0].shape[-1] * rows.num_sequences + 4 * int(seen.sum())
+    bare = partial(index.scores_triton, rows=rows, ratio=ratio, idle=TOPK)
+    score = partial(bare, key_form="fp4_32")
     last = min(count, max(1, select.CHUNK_SCORES // width))
     if rows.max_length > 1:
         flop = 2 * DI * heads * int(seen[:last].sum())
         tiles = [(64, 128, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
         for tile in tiles[: 2 if quick else None]:
             with setting(index, LONG_TILE=tile):
-                time = timed([partial(score, q, weight, pool, last=last) for pool in pools], 5)
+                time = timed([partial(score, q, weight, pool, last=last) for pool in pools[:3]], 5)
             rate = f"{flop / time / 1e6:.0f} TFLOP/s = {flop / time / RATE * 1e8:.0f}%"
             yield f"{name} scores rows {last} {tile}", time, rate
+        time = timed([partial(bare, q, weight, pool, last=last) for pool in plain[:3]], 5)
+        yield f"{name} scores rows {last}, plain keys", time, ""
     else:
-        for short in [(64, 4, 512), (128, 4, 512), (128, 8, 264)][: 2 if quick else None]:
+        time = timed([partial(bare, q, weight, pool) for pool in plain])
+        yield f"{name} scores, plain keys", time, ""
+        shorts = [(64, 4, 512), (128, 4, 512), (128, 8, 264), (64, 4, 1024), (32, 4, 1024)]
+        for short in shorts[: 3 if quick else None]:
             with setting(index, SHORT_TILE=short):
                 time = timed([partial(score, q, weight, pool) for pool in pools])
             share = f"{moved / time / BANDWIDTH * 1e8:.0f}% read"
@@ -180,16 +199,19 @@ def choices(name: str, rows: Rows, ratio: int, heads: int, form: Form, quick: bo
             call = partial(select._choose, scores, places, rows, part, ratio, TOPK)
             time = timed([call, call], 7)
         yield f"{name} select segment {segment} per warp {per_warp}", time, ""
-    time = timed([partial(choose, q, weight, pool) for pool in pools], 5)
+    time = timed([partial(choose, q, weight, pool) for pool in pools[:6]], 5)
     yield f"{name} choose in all", time, f"{count} rows, {width} entries"
 
 
 def candidates(rows: Rows) -> Lines:
     """V4.1's candidate source and a reader, 32 heads, ratio 1."""
     pool = noise(int(rows.tables.max()) + 1, BLOCK, DI, dtype=torch.bfloat16)
+    pool = pack_torch(pool, "fp4_32")
     q = noise(rows.num_rows, 32, DI, dtype=torch.bfloat16)
     weight = noise(rows.num_rows, 32) / 64
-    choose = partial(select.choose_triton, q, weight, pool, rows, ratio=1, topk=TOPK)
+    choose = partial(
+        select.choose_triton, q, weight, pool, rows, ratio=1, topk=TOPK, key_form="fp4_32"
+    )
     source = partial(choose, candidate_group=8, candidate_topk=2048)
     _, made = source()
     reader = partial(choose, candidates=made, candidate_group=8)

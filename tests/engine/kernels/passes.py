@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.rows import Rows
+from engine.plan.records import Form, record_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -52,8 +53,16 @@ def rows_of(sequences: list[Sequence], *, block_size: int, num_blocks: int, seed
     )
 
 
-def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A pool whose first slot or block is finite and everything else NaN."""
+def poisoned(*shape: int, dtype: torch.dtype, form: Form = "none", tail: int = 0) -> Tensor:
+    """A pool whose first slot or block is finite and everything else NaN.
+
+    shape: with the width of a row last. form: of the rows, and the rotary dimensions it keeps.
+    """
+    record = record_of(form, shape[-1], tail, dtype.itemsize)
+    if record is not None:
+        rows = torch.full((*shape[:-1], record.nbytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+        rows[0] = 0
+        return rows
     pool = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
     pool[0] = 7.0
     return pool

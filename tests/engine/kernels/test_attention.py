@@ -12,13 +12,16 @@ from torch import Tensor
 
 from engine.kernels import attention, reference
 from engine.kernels.attention import Tile, attend_torch, attend_triton
+from engine.kernels.records import pack_torch, unpack_torch
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
 from engine.kernels.window import store_window_torch
+from engine.plan.records import Forms, forms_of
 from tests.engine.kernels.passes import DEVICE, Sequence, noise, poisoned, rows_of
 
-EPS = 1e-6
-FREQS = reference.rope_frequencies(16, 1e4)
+EPS, TAIL = 1e-6, 16
+FREQS = reference.rope_frequencies(TAIL, 1e4)
+PACKED = [forms_of(is_v41=v41, is_quantised=True) for v41 in (False, True)]
 
 
 @dataclass
@@ -48,11 +51,15 @@ def case(
     head_norm: bool = True,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    forms: Forms | None = None,
+    tail: int = TAIL,
 ) -> Case:
     """Random keys where a sequence has some, NaN elsewhere.
 
-    kind: "window", "all" (every visible entry) or "choice".
+    kind: "window", "all" (every visible entry) or "choice". forms: of keys, plain if not given. tail:
+    rotary dimensions.
     """
+    forms = forms or Forms()
     num_blocks = 2 + sum(-(-(s.start + s.length) // block_size) for s in sequences)
     rows = rows_of(sequences, block_size=block_size, num_blocks=num_blocks)
     tokens = rows.num_rows
@@ -83,12 +90,12 @@ def case(
         choice = choice.to(DEVICE)
     args = (
         2 * noise(tokens, heads * dim, dtype=dtype, seed=5),
-        noise(tokens, dim, dtype=dtype, seed=6),
-        ring,
-        entries,
+        pack_torch(noise(tokens, dim, dtype=dtype, seed=6), forms.window, tail),
+        pack_torch(ring, forms.window, tail),
+        None if entries is None else pack_torch(entries, forms.entries, tail),
         choice,
         noise(heads, seed=7),
-        rope_table(FREQS.to(DEVICE), rows.max_end + 1),
+        rope_table(reference.rope_frequencies(tail, 1e4).to(DEVICE), rows.max_end + 1),
         rows,
     )
     keywords = {
@@ -96,8 +103,20 @@ def case(
         "head_norm_eps": EPS if head_norm else None,
         "window": window,
         "scale": dim**-0.5,
+        "window_form": forms.window,
+        "entry_form": forms.entries,
     }
     return Case(args, keywords)
+
+
+def as_values(c: Case) -> Case:
+    """The same keys as plain numbers."""
+    dim = c.args[0].shape[1] // len(c.args[5])
+    args, k = list(c.args), c.keywords
+    for place, form in ((1, k["window_form"]), (2, k["window_form"]), (3, k["entry_form"])):
+        if args[place] is not None:
+            args[place] = unpack_torch(args[place], form, dim, TAIL, c.args[0].dtype)
+    return Case(tuple(args), k | {"window_form": "none", "entry_form": "none"})
 
 
 def by_the_rules(c: Case) -> Tensor:
@@ -219,6 +238,32 @@ def test_kernel_equals_torch_in_bfloat16(kind, tile):
     assert agree(got, attend_torch(*c.args, **c.keywords))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
+def test_records_are_attended_as_their_values(forms, kind, dtype):
+    """Keys read from records give other outputs than the same values as plain numbers."""
+    c = case(PREFILL, kind=kind, heads=2, forms=forms, dtype=dtype)
+    plain = as_values(c)
+    want = attend_torch(*plain.args, **plain.keywords)
+    assert want.isfinite().all()
+    assert torch.equal(attend_torch(*c.args, **c.keywords), want)
+
+
+@pytest.mark.parametrize("tile", ["split", "warp groups"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
+def test_kernel_reads_records(forms, kind, tile):
+    """The kernel takes keys from elsewhere in a record, or records for others."""
+    c = case(DECODE, kind=kind, heads=2, forms=forms, dtype=torch.bfloat16)
+    got = attend_triton(*c.args, **c.keywords, tile=TILES[tile])
+    assert agree(got, attend_torch(*c.args, **c.keywords))
+    plain = as_values(c)
+    same = attend_triton(*plain.args, **plain.keywords, tile=TILES[tile])
+    # Entries of another form begin with a tile of their own: sums come in another order.
+    assert torch.equal(got, same) or (kind != "window" and forms.window != forms.entries)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_kernel_is_seen_to_be_faulty(fault):
     """The comparison with torch would not see this fault."""
@@ -229,13 +274,16 @@ def test_kernel_is_seen_to_be_faulty(fault):
 
 
 def test_mismatched_pools_are_refused():
-    """A ring of another width, or entries of another dtype, are read as if they fitted."""
+    """A ring of another width, or entries of another dtype or form, are read as if they fitted."""
     c = case(DECODE, kind="all")
     with pytest.raises(ValueError, match="window: expected the width of the ring, 8, got 4"):
         attend_triton(*c.args, **c.keywords | {"window": 4})
     narrow = changed(c, 3, c.args[3].bfloat16())
     with pytest.raises(ValueError, match="entries: expected the ring's"):
         attend_triton(*narrow.args, **narrow.keywords)
+    stored = case(DECODE, kind="all", forms=PACKED[1])
+    with pytest.raises(ValueError, match=r"pool: expected torch.uint8 rows of 48 for fp8_32"):
+        attend_triton(*stored.args, **stored.keywords | {"entry_form": "fp8_32"})
 
 
 @pytest.mark.parametrize("kind", ["window", "choice"])
@@ -270,7 +318,7 @@ def test_pools_at_odd_places_are_refused():
     c = case(DECODE, kind="window")
     k_rows = c.args[1]
     odd = torch.zeros(k_rows.numel() + 1, device=DEVICE)[1:].view_as(k_rows).copy_(k_rows)
-    with pytest.raises(ValueError, match="a multiple of 8 elements apart"):
+    with pytest.raises(ValueError, match="a multiple of 32 bytes apart"):
         attend_triton(*changed(c, 1, odd).args, **c.keywords)
 
 
@@ -297,24 +345,31 @@ def test_any_division_into_passes_gives_the_same(data):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("forms", [Forms(), *PACKED], ids=["plain", "v4", "v41"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 17, 64])
-def test_real_widths_decode(tokens, kind):
+def test_real_widths_decode(tokens, kind, forms):
     """At real widths and batches the kernel differs from torch."""
     starts = [Sequence(1 + i, (997 * i) % 3000, 1) for i in range(tokens)]
-    same_at_real_widths(starts, kind, head_norm=tokens != 17)
+    same_at_real_widths(starts, kind, forms, head_norm=tokens != 17)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("forms", [Forms(), *PACKED], ids=["plain", "v4", "v41"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_widths_prefill(kind):
+def test_real_widths_prefill(kind, forms):
     """At real widths a mixed pass, with floors, differs from torch."""
     sequences = [Sequence(1, 0, 300), Sequence(2, 777, 200), Sequence(3, 1500, 1)]
-    same_at_real_widths(sequences, kind, True, floors=[0, 700, 1450])
+    same_at_real_widths(sequences, kind, forms, head_norm=True, floors=[0, 700, 1450])
 
 
 def same_at_real_widths(
-    sequences: list[Sequence], kind: str, head_norm: bool, floors: list[int] | None = None
+    sequences: list[Sequence],
+    kind: str,
+    forms: Forms,
+    *,
+    head_norm: bool,
+    floors: list[int] | None = None,
 ) -> None:
     """Compare in bfloat16, 64 heads of 512, window 128, at most 512 entries of 4 or 128 tokens."""
     c = case(
@@ -328,6 +383,8 @@ def same_at_real_widths(
         head_norm=head_norm,
         block_size=256,
         dtype=torch.bfloat16,
+        forms=forms,
+        tail=64,
     )
     if floors is not None:
         low = torch.tensor(floors, dtype=torch.int32, device=DEVICE)

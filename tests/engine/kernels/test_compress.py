@@ -10,9 +10,10 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from engine.kernels import compress as c, reference as ops
+from engine.kernels.records import unpack_torch
 from engine.kernels.rope import rope_table
 from tests.engine.kernels.batches import Span, make
-from tests.engine.kernels.passes import DEVICE
+from tests.engine.kernels.passes import DEVICE, poisoned
 
 BLOCK, BLOCKS, SLOTS = 16, 24, 6
 #: ratio, overlap, D, form
@@ -41,7 +42,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.ratio, self.overlap, dim, self.form = KINDS[self.kind]
-        dim = self.dim or dim
+        self.dim = dim = self.dim or dim
         self.rows, self.batch = make(self.spans, self.block, blocks=BLOCKS)
         g = torch.Generator().manual_seed(len(self.kind) + len(self.spans))
         width = dim * (2 if self.overlap else 1)
@@ -65,21 +66,24 @@ class Case:
             for i, span in enumerate(self.spans):
                 for p in range(max(0, span.start - ring), span.start):
                     self.state0[i + 1, p % ring] = noise(2 * width)
-        self.pool0 = torch.full(
-            (BLOCKS, self.block // self.ratio, dim), torch.nan, dtype=self.dtype, device=DEVICE
-        )
-        self.pool0[0] = 0
+
+    def pool(self, form: str) -> Tensor:
+        """A pool of a form in which nothing is written."""
+        shape = BLOCKS, self.block // self.ratio, self.dim
+        return poisoned(*shape, dtype=self.dtype, form=form, tail=2 * self.rope.shape[2])
 
     def run(self, form: str, **how: object) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Latents, pool and state after compress_torch or compress_triton."""
-        pool = self.pool0.clone()
+        """Latents, values in the pool, and state after compress_torch or compress_triton."""
+        store_form = how.pop("store_form", self.form)
+        pool = self.pool(store_form)
         state = None if self.state0 is None else self.state0.clone()
         latent = getattr(c, f"compress_{form}")(
             self.proj, self.ape, state, how.pop("rows", self.rows), ratio=self.ratio,
             overlap=self.overlap, norm_w=self.norm, eps=1e-6, rope=self.rope,
-            form=how.pop("store_form", self.form), pool=pool, **how,
+            form=store_form, pool=pool, dtype=self.dtype, **how,
         )  # fmt: skip
-        return latent, pool, state
+        tail = 2 * self.rope.shape[2]
+        return latent, unpack_torch(pool, store_form, self.dim, tail, self.dtype), state
 
 
 def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,14 +213,14 @@ def test_any_split_gives_the_same_entries(cuts, kind):
     total = sum(cuts)
     whole = Case(kind, [Span(0, total)])
     _, expect, expect_state = whole.run("torch", store_form="none")
-    pool, state, done = whole.pool0.clone(), whole.state0.clone(), 0
+    pool, state, done = whole.pool("none"), whole.state0.clone(), 0
     for cut in cuts:
         rows, _ = make([Span(done, cut)], BLOCK, blocks=BLOCKS)
         rows = replace(rows, tables=whole.rows.tables)
         c.compress_torch(
             whole.proj[done : done + cut], whole.ape, state, rows, ratio=whole.ratio,
             overlap=whole.overlap, norm_w=whole.norm, eps=1e-6, rope=whole.rope, form="none",
-            pool=pool,
+            pool=pool, dtype=torch.float32,
         )  # fmt: skip
         done += cut
     torch.testing.assert_close(pool[1:], expect[1:], equal_nan=True, atol=1e-6, rtol=1e-5)

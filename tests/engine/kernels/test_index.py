@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels import index, reference as ops, roundtrip as rt, select
 from engine.kernels.formats import Matrix
 from engine.kernels.places import entry_places
+from engine.kernels.records import pack_torch, unpack_torch
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
 from tests.engine.kernels.batches import Span, make
@@ -52,7 +53,7 @@ def test_index_keys_come_from_the_latent(ratio, spans, form):
     rows, _ = make(PASSES[spans], BLOCK, blocks=BLOCKS)
     latent, wk = noise(rows.num_rows, 64), noise(32, 64, seed=1) / 8
     norm = 1 + 0.1 * noise(32, seed=2)
-    pool = poisoned(BLOCKS, BLOCK // ratio, 32, dtype=torch.float32)
+    pool = poisoned(BLOCKS, BLOCK // ratio, 32, dtype=torch.float32, form="fp4_32")
     run = getattr(index, f"index_keys_from_latent_{form}")
     table = rope_table(FREQS.to(DEVICE), 128)
     run(latent, Matrix("plain", wk), norm, 1e-6, table, rows, pool, ratio=ratio, form="fp4_32")
@@ -61,13 +62,13 @@ def test_index_keys_come_from_the_latent(ratio, spans, form):
     key = ops.rms_norm(ops.linear(latent[done], wk), norm, 1e-6)
     expect = rt.round_trip_fp4(turned(key, entry * ratio), 32)
     places = entry_places(rows, rows.seq[done], entry, ratio)
-    found = pool.view(-1, 32)
+    found = unpack_torch(pool, "fp4_32", 32, 0, torch.float32).view(-1, 32)
     assert ((found[places] - expect).abs() > 1e-4).float().mean() < 0.003
     untouched = torch.ones(len(found), dtype=torch.bool, device=DEVICE)
     untouched[places] = False
     untouched[: BLOCK // ratio] = False
     assert found[untouched].isnan().all()
-    assert pool[0].isfinite().all()
+    assert found[: BLOCK // ratio].isfinite().all()
 
 
 @pytest.mark.parametrize("storage", ["none", "fp4_32", "hadamard_fp4_32"])
@@ -104,18 +105,20 @@ def reference_scores(q: Tensor, w: Tensor, pool: Tensor, rows: Rows, ratio: int)
     return out
 
 
+@pytest.mark.parametrize("storage", ["none", "fp4_32"])
 @pytest.mark.parametrize("spans", PASSES)
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_scores(ratio, spans):
+def test_scores(ratio, spans, storage):
     """Twin and kernel give the formula's scores of all entries that a row sees, -inf beyond."""
     rows, _ = make(PASSES[spans], BLOCK, blocks=BLOCKS)
     q, w = noise(rows.num_rows, 6, 32), noise(rows.num_rows, 6, seed=1)
-    pool = filled(rows, ratio, 32, torch.float32)
-    expect = reference_scores(q, w, pool, rows, ratio)
-    twin = index.scores_torch(q, w, pool, rows, ratio=ratio)
+    pool = pack_torch(filled(rows, ratio, 32, torch.float32), storage)
+    values = unpack_torch(pool, storage, 32, 0, torch.float32)
+    expect = reference_scores(q, w, values, rows, ratio)
+    twin = index.scores_torch(q, w, pool, rows, ratio=ratio, key_form=storage)
     torch.testing.assert_close(twin, expect, atol=2e-5, rtol=1e-5)
     found, best = index.scores_triton(
-        q, w, pool, rows, ratio=ratio, idle=0, candidate_group=4, build=True
+        q, w, pool, rows, ratio=ratio, idle=0, key_form=storage, candidate_group=4, build=True
     )
     seen = expect > -torch.inf
     torch.testing.assert_close(found[seen], expect[seen], atol=2e-5, rtol=1e-5)
@@ -203,6 +206,19 @@ def test_candidates_are_the_references(spans, form, merged, monkeypatch):
         places.tolist(), expected_choice(limited, rows, ratio, topk), strict=True
     ):
         assert [p for p in found if p >= 0] == wanted
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("spans", PASSES)
+def test_stored_keys_choose_as_their_values_do(spans, form):
+    """Keys read from records choose other entries than the same values as plain numbers."""
+    rows, _ = make(PASSES[spans], BLOCK, blocks=BLOCKS)
+    q, w = noise(rows.num_rows, 6, 32), noise(rows.num_rows, 6, seed=1)
+    pool = pack_torch(filled(rows, 1, 32, torch.float32), "fp4_32")
+    values = unpack_torch(pool, "fp4_32", 32, 0, torch.float32)
+    choose = getattr(select, f"choose_{form}")
+    found, _ = choose(q, w, pool, rows, ratio=1, topk=7, key_form="fp4_32")
+    assert torch.equal(found, choose(q, w, values, rows, ratio=1, topk=7)[0])
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
@@ -294,9 +310,10 @@ def test_real_shapes(spans, ratio, heads, monkeypatch):
     rows, _ = make(spans, 256, blocks=700)
     q = rt.round_trip(noise(rows.num_rows, heads, 128).bfloat16(), "fp4_32")
     w = noise(rows.num_rows, heads, seed=1) / 90
-    pool = rt.round_trip(filled(rows, ratio, 128, torch.bfloat16), "fp4_32")
-    places, _ = select.choose_triton(q, w, pool, rows, ratio=ratio, topk=512)
-    expect, _ = select.choose_torch(q, w, pool, rows, ratio=ratio, topk=512)
+    pool = pack_torch(filled(rows, ratio, 128, torch.bfloat16), "fp4_32")
+    how = {"ratio": ratio, "topk": 512, "key_form": "fp4_32"}
+    places, _ = select.choose_triton(q, w, pool, rows, **how)
+    expect, _ = select.choose_torch(q, w, pool, rows, **how)
     assert places.shape == expect.shape
     assert torch.equal((places >= 0).sum(1), (expect >= 0).sum(1))
     same = [
@@ -315,7 +332,9 @@ def test_real_shapes_are_exact_where_scores_are():
     q = torch.randint(-1, 2, (3, 32, 128), generator=g).to(DEVICE, torch.bfloat16)
     w = torch.randint(-2, 4, (3, 32), generator=g).float().to(DEVICE)
     pool = torch.randint(-1, 2, (700, 256, 128), generator=g).to(DEVICE, torch.bfloat16)
+    pool = pack_torch(pool, "fp4_32")  # exact too: -1, 0 and 1 are e2m1 numbers
     how = {"ratio": 1, "topk": 512, "candidate_group": 8, "candidate_topk": 2048}
+    how |= {"key_form": "fp4_32"}
     places, made = select.choose_triton(q, w, pool, rows, **how)
     expect, wanted = select.choose_torch(q, w, pool, rows, **how)
     assert torch.equal(places, expect)
@@ -330,8 +349,9 @@ def test_replay_is_eager():
     rows = replace(rows, tables=torch.zeros(2, 256, dtype=torch.int32, device=DEVICE))
     q = rt.round_trip(noise(2, 64, 128).bfloat16(), "fp4_32")
     w = noise(2, 64, seed=1)
-    pool = noise(700, 64, 128, seed=2).bfloat16()
+    pool = pack_torch(noise(700, 64, 128, seed=2).bfloat16(), "fp4_32")
     run = {"ratio": 4, "topk": 512, "candidate_group": 8, "candidate_topk": 1024}
+    run |= {"key_form": "fp4_32"}
     select.choose_triton(q, w, pool, rows, **run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.records import pack_torch, unpack_torch
 from engine.kernels.rope import rope_table, rotate_torch
 from engine.kernels.roundtrip import round_trip
 from engine.kernels.window import (
@@ -70,6 +71,7 @@ def test_torch_keys_equal_the_reference(form):
     rows, freqs = rows_for(CHUNKS), reference.rope_frequencies(8, 1e4).to(DEVICE)
     kv, norm_w = inputs(rows, 32, torch.float32)
     got = window_keys_torch(kv, norm_w, EPS, table(4), rows, None, form=form, store=False)
+    got = unpack_torch(got, form, 32, 8, torch.float32)
     k = reference.rms_norm(kv, norm_w, EPS)
     k = reference.rope_(k, reference.rope_turns(rows.positions.long(), freqs, torch.float32))
     want = round_trip(k, form, tail=8)
@@ -88,11 +90,12 @@ def test_kernel_keys_equal_torch(dim, pairs, form, dtype):
     args = (kv, norm_w, EPS, table(pairs), rows, None)
     want = window_keys_torch(*args, form=form, store=False)
     got = window_keys_triton(*args, form=form, store=False)
+    got, want = (unpack_torch(k, form, dim, 2 * pairs, dtype) for k in (got, want))
     close(got, want)
     other = replace(rows, positions=rows.positions + 1)
     moved = window_keys_torch(*args[:4], other, None, form=form, store=False)
     with pytest.raises(AssertionError):
-        close(got, moved)
+        close(got, unpack_torch(moved, form, dim, 2 * pairs, dtype))
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -104,19 +107,22 @@ def close(got: Tensor, want: Tensor) -> None:
     assert not got.isnan().any()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("window_keys", [window_keys_torch, window_keys_triton])
-def test_store_writes_decode_rows_and_nothing_else(window_keys):
+def test_store_writes_decode_rows_and_nothing_else(window_keys, form):
     """Storing at once puts a row elsewhere than position mod W, or touches another."""
     rows = rows_for(SINGLES)
     kv, norm_w = inputs(rows, 32, torch.float32)
-    ring = poisoned(6, 8, 32, dtype=torch.bfloat16)
-    k = window_keys(kv, norm_w, EPS, table(4), rows, ring, form="fp8_32", store=True)
-    assert torch.equal(k, k.bfloat16().float())
+    plain = torch.bfloat16 if form == "none" else torch.float32
+    ring = poisoned(6, 8, 32, dtype=plain, form=form, tail=8)
+    k = window_keys(kv, norm_w, EPS, table(4), rows, ring, form=form, store=True)
+    assert form != "none" or torch.equal(k, k.bfloat16().float())
+    k, ring = (unpack_torch(x, form, 32, 8, torch.float32) for x in (k, ring))
     written = {(2, 30 % 8): 0, (5, 0): 1, (1, 0): 2}
     for slot in range(1, 6):
         for place in range(8):
             if (slot, place) in written:
-                assert torch.equal(ring[slot, place].float(), k[written[slot, place]])
+                assert torch.equal(ring[slot, place], k[written[slot, place]])
             else:
                 assert ring[slot, place].isnan().all(), (slot, place)
     assert ring[0].isfinite().all()
@@ -133,15 +139,17 @@ def test_storing_a_chunk_at_once_is_refused(window_keys):
             window_keys(kv, norm_w, EPS, table(4), of, given, form="none", store=True)
 
 
+@pytest.mark.parametrize("form", ["none", "fp8_64_tail"])
 @pytest.mark.parametrize("store_window", [store_window_torch, store_window_triton])
 @pytest.mark.parametrize("lengths", [None, [7, 3, 1, 21], [2, 0, 1, 9], [0, 1, 0, 13]])
-def test_ring_keeps_the_last_rows_that_count(store_window, lengths):
+def test_ring_keeps_the_last_rows_that_count(store_window, lengths, form):
     """After a pass a ring lacks one of the last W counted rows, or holds one that does not count."""
     rows, width = rows_for(CHUNKS), 8
-    k = noise(rows.num_rows, 32)
-    ring = poisoned(6, width, 32, dtype=torch.float32)
+    k = round_trip(noise(rows.num_rows, 32), form, 8)
+    ring = poisoned(6, width, 32, dtype=torch.float32, form=form, tail=8)
     given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    store_window(k, rows, ring, given)
+    store_window(pack_torch(k, form, 8), rows, ring, given)
+    ring = unpack_torch(ring, form, 32, 8, torch.float32)
     want = poisoned(6, width, 32, dtype=torch.float32)
     first = 0
     for sequence, counted in zip(CHUNKS, lengths or [s.length for s in CHUNKS], strict=True):
@@ -161,8 +169,10 @@ def test_real_widths(rows_count, form):
     sequences = [Sequence(1 + i, 100 + i, rows_count // 4 or 1) for i in range(4)]
     rows = rows_of(sequences, block_size=256, num_blocks=64)
     kv, norm_w = inputs(rows, 512, torch.bfloat16)
-    args = (kv, norm_w, EPS, table(32, 2048), rows, poisoned(6, 128, 512, dtype=torch.bfloat16))
-    close(
-        window_keys_triton(*args, form=form, store=False),
-        window_keys_torch(*args, form=form, store=False),
+    ring = poisoned(6, 128, 512, dtype=torch.bfloat16, form=form, tail=64)
+    args = (kv, norm_w, EPS, table(32, 2048), rows, ring)
+    found, want = (
+        unpack_torch(k(*args, form=form, store=False), form, 512, 64, torch.bfloat16)
+        for k in (window_keys_triton, window_keys_torch)
     )
+    close(found, want)
