@@ -1,45 +1,42 @@
-"""The GPU's part of README's figures, from bench/results/gpu-*.jsonl."""
+"""The GPU's part of README's figures, from bench/results/gpu-*.jsonl: what a client of the engine sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-Row = dict[str, Any]
-Read = Callable[[str], list[Row]]
+from bench.readme_cells import Read, Row, met, spread
+from bench.readme_modes import modes
 
 #: batch -> milliseconds a step: issue 5's target, and vLLM 0.26.0 on the same kind of machine.
 STEPS = {1: (1.30, 3.25), 4: (1.80, 3.36), 16: (3.20, 3.94), 64: (7.0, 9.27)}
 #: prompt tokens -> milliseconds to the first token: target and vLLM alike.
 PROMPTS = {1024: 32, 8192: 139, 32768: 517, 65536: 1030}
-#: prompt tokens -> TTFT relative to `off`: issue 6's targets for bounded and exact.
-RATIOS = {1024: (0.85, 1.02), 8192: (0.56, 0.68), 32768: (0.53, 0.56), 65536: (0.53, 0.54)}
-#: hit rate -> tokens per second of Qwen3-30B with 40 of 61 GB off the GPU: issue 7's targets.
-PAGED = {0.9: 105, 0.95: 165, 0.99: 320}
-#: batch -> tokens per second of Qwen3-30B in bfloat16, resident: issue 7's target and vLLM.
-RESIDENT = {1: (450, 242), 4: (800, 621), 16: (1450, 1319), 64: (3700, 3635)}
+#: start -> seconds to the first token: issue 5's target, and vLLM's.
+STARTS = {"first": (180, "over 480"), "second": (40, "62")}
+#: A step at 64k of context is to last at most so many short ones.
+LONG = 1.15
+#: Milliseconds to the first token of 500 new tokens after 64k that are cached.
+CACHED = 60
+#: A stream's slowest tokens beside a long prompt, in medians without it.
+BESIDE = 3.0
+#: Share of the memory bound that a V4.1 step at batch 1 is to reach.
+V41_SHARE = 0.45
 
 
 def gpu(read: Read, source: Callable[[Row], str]) -> str:
     """Tables of all GPU figures there are; empty without any."""
     parts = [
-        _passes(read),
-        _experts(read),
-        _replay(read),
-        _resident(read),
-        _paged(read),
-        _speculation(read),
+        (_engine(read, "v4-flash-8l"), "gpu-engine-v4-flash-8l"),
+        (_engine(read, "v41-8l"), "gpu-engine-v41-8l"),
+        (_starts(read), "gpu-start"),
+        (_ablation(read), "gpu-ablation-v4-flash-8l"),
+        (_greedy(read), "gpu-greedy-tiny"),
+        (_peers(read), "gpu-peers"),
+        *modes(read),
     ]
-    names = (
-        "gpu-step-v4-flash-8l",
-        "gpu-experts",
-        "gpu-replay-v41-40l",
-        "gpu-resident-qwen",
-        "gpu-paged-qwen",
-        "gpu-speculate-v41-8l",
-    )
     found = []
-    for lines, name in zip(parts, names, strict=True):
+    for lines, name in parts:
         if lines:
             found += [*lines, "", source(read(name)[0]) + ".", ""]
     if not found:
@@ -50,134 +47,202 @@ def gpu(read: Read, source: Callable[[Row], str]) -> str:
     return "\n".join([head, "", *found])
 
 
-def _spread(value: Row, digits: int = 2) -> str:
-    return f"{value['median']:.{digits}f} ({value['p10']:.{digits}f}-{value['p90']:.{digits}f})"
-
-
-def _met(text: str, met: bool) -> str:
-    return f"**{text}**" if met else text
-
-
-def _passes(read: Read) -> list[str]:
-    rows = read("gpu-step-v4-flash-8l")
-    steps = {r["batch"]: r for r in rows if r["bench"] == "step" and r["prompt_tokens"] == 256}
-    prompts = {r["prompt_tokens"]: r for r in rows if r["bench"] == "prompt"}
-    if not steps and not prompts:
+def _engine(read: Read, shape: str) -> list[str]:
+    """What the engine gives, beside the device's part of a step and vLLM's."""
+    rows = read(f"gpu-engine-{shape}")
+    steps = {r["batch"]: r for r in rows if r["bench"] == "decode" and r["prompt_tokens"] == 128}
+    firsts = {r["prompt_tokens"]: r for r in rows if r["bench"] == "ttft"}
+    if not steps and not firsts:
         return []
-    lines = [
-        "V4-Flash widths, 8 layers, FP8 dense and FP4 experts (`v4-flash-8l`), time of a pass on the "
-        "device (vLLM's is that of its whole engine):",
-        "",
-        "| | measured | target | vLLM 0.26.0 |",
-        "|---|---|---|---|",
-    ]
-    for batch, (target, peer) in STEPS.items():
-        if batch in steps:
-            step = steps[batch]["ms_step"]
-            text = _met(_spread(step), step["median"] <= target)
-            lines.append(f"| step at batch {batch}, ms | {text} | {target:.2f} | {peer} |")
-    for length, target in PROMPTS.items():
-        if length in prompts:
-            first = prompts[length]["ttft_ms"]
-            text = _met(_spread(first, 0), first["median"] <= target)
-            lines.append(f"| prompt of {length} tokens, ms | {text} | {target} | {target} |")
-    return lines
-
-
-def _experts(read: Read) -> list[str]:
-    rows = [r for r in read("gpu-experts") if r["geometry"] == "v4-flash"]
-    if not rows:
-        return []
-    best = {
-        batch: min((r for r in rows if r["batch"] == batch), key=lambda r: r["us"])
-        for batch in sorted({r["batch"] for r in rows})
+    device = {
+        r["batch"]: r["ms_step"]["median"]
+        for r in read(f"gpu-step-{shape}")
+        if r["bench"] == "step" and r["prompt_tokens"] == 256
     }
-    shares = ", ".join(
-        f"batch {batch}: {r['us']:.0f} us ({100 * r['bandwidth_share']:.0f} % of 4.43 TB/s)"
-        for batch, r in best.items()
-    )
-    return [
-        "Most of a step goes to the experts. Best of the kernels tried for one layer's 256 FP4 experts "
-        f"and shared FP8 expert: {shares}. The kernel that ships was made after the last measurement.",
-    ]
-
-
-def _replay(read: Read) -> list[str]:
-    names = ("gpu-replay-v41-40l", "gpu-step-v41-8l")
-    rows = [r for name in names for r in read(name) if r["bench"] == "prompt"]
-    if not rows:
-        return []
+    is_v4 = shape.startswith("v4-")
+    widths = "V4-Flash" if is_v4 else "V4.1"
+    peer = " | vLLM 0.26.0" if is_v4 else ""
     lines = [
-        "V4.1-Flash widths, 128 experts, 40 or 8 layers: time to the first token of `bounded` and "
-        "`exact` relative to `off` (docs/bounded-replay.md; the targets are for 40 layers):",
+        f"{widths} widths, 8 layers (`{shape}`), through the whole engine. A step: 128-token prompts, "
+        "256 new tokens, greedy; in brackets the device alone; bound: every weight that the step needs "
+        "and the KV read once at 4.43 TB/s. First tokens without the prefix cache:",
         "",
-        "| geometry | prompt | off, ms | TFLOP/s | bounded | target | exact | target |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| | measured | target | of the bound{peer} |",
+        "|---|---|---|---|" + ("---|" if is_v4 else ""),
     ]
-    for shape, length in dict.fromkeys((r["geometry"], r["prompt_tokens"]) for r in rows):
-        own = {
-            r["prefill"]: r for r in rows if (r["geometry"], r["prompt_tokens"]) == (shape, length)
-        }
-        if len(own) < 3:
-            continue
-        off = own["off"]
-        cells = [f"| {shape}", str(length), f"{off['ttft_ms']['median']:.0f}"]
-        cells.append(f"{off['tflop_s']:.0f}")
-        for mode, target in zip(("bounded", "exact"), RATIOS[length], strict=True):
-            ratio = own[mode]["ttft_ratio"]
-            cells += [_met(f"{ratio:.3f}", ratio <= target), f"{target:.2f}"]
-        lines.append(" | ".join(cells) + " |")
-    return lines
+    for batch, (target, theirs) in STEPS.items():
+        if batch in steps:
+            row = steps[batch]
+            text = met(spread(row["ms_step"]), row["ms_step"]["median"] <= target)
+            if batch in device:
+                text += f" [{device[batch]:.2f}]"
+            share = met(
+                f"{100 * row['bound_share']:.0f} %",
+                not is_v4 and batch == 1 and row["bound_share"] >= V41_SHARE,
+            )
+            tail = f" {theirs} |" if is_v4 else ""
+            lines.append(f"| step at batch {batch}, ms | {text} | {target:.2f} | {share} |{tail}")
+    lines += _long(rows, steps, is_v4)
+    for length, target in PROMPTS.items():
+        if length in firsts:
+            first = firsts[length]["ttft_ms"]
+            text = met(spread(first, 0), first["median"] <= target)
+            tail = f" {target} |" if is_v4 else ""
+            lines.append(f"| first token of {length} tokens, ms | {text} | {target} | |{tail}")
+    return [*lines, *_cached(rows, is_v4), *_beside(rows, is_v4), "", *_load(rows)]
 
 
-def _resident(read: Read) -> list[str]:
-    rows = {r["batch"]: r for r in read("gpu-resident-qwen") if r["bench"] == "paged"}
-    if not rows:
-        return []
-    lines = [
-        "Qwen3-30B-A3B in bfloat16, all on the GPU, tokens per second:",
-        "",
-        "| batch | measured | target | vLLM 0.26.0 |",
-        "|---|---|---|---|",
-    ]
-    for batch, (target, peer) in RESIDENT.items():
-        if batch in rows:
-            speed = rows[batch]["tok_s"]
+def _long(rows: list[Row], steps: dict[int, Row], is_v4: bool) -> list[str]:
+    lines = []
+    end = " |" if is_v4 else ""
+    for row in rows:
+        if row["bench"] == "decode" and row["prompt_tokens"] > 128:
+            step, batch = row["ms_step"]["median"], row["batch"]
+            text, target = f"{step:.2f}", ""
+            if batch == 1 and 1 in steps:
+                ratio = step / steps[1]["ms_step"]["median"]
+                text, target = met(f"{step:.2f} ({ratio:.2f}x)", ratio <= LONG), f"{LONG}x"
             lines.append(
-                f"| {batch} | {_met(f'{speed:.0f}', speed >= target)} | {target} | {peer} |"
+                f"| step at batch {batch}, {row['prompt_tokens']} tokens of context, ms | {text} | "
+                f"{target} | {100 * row['bound_share']:.0f} % |{end}"
             )
     return lines
 
 
-def _paged(read: Read) -> list[str]:
-    rows = [r for r in read("gpu-paged-qwen") if r["bench"] == "paged"]
-    if not rows:
-        return []
-    lines = [
-        f"The same with {rows[0]['offloaded_gb']:.0f} GB of it off the GPU ({rows[0]['slots']} of 128 "
-        "experts a layer in slots), by the hit rate that the slots counted; vLLM 0.26.0 with "
-        "cpu_offload_gb=40 gives 11.9 tokens per second:",
-        "",
-        "| hit rate | tokens/s | target | to the formula |",
-        "|---|---|---|---|",
+def _cached(rows: list[Row], is_v4: bool) -> list[str]:
+    return [
+        f"| first token after {r['cached_tokens']} cached and {r['new_prompt_tokens']} new tokens, ms | "
+        f"{met(spread(r['ttft_ms'], 0), r['ttft_ms']['median'] <= CACHED)} | {CACHED} | |"
+        + (" |" if is_v4 else "")
+        for r in rows
+        if r["bench"] == "cached"
     ]
-    for row in rows:
-        near = next((t for h, t in PAGED.items() if abs(h - row["hit_rate"]) < 0.005), None)
-        speed = row["tok_s"]
-        text = f"{speed:.0f}" if near is None else _met(f"{speed:.0f}", speed >= near)
-        lines.append(
-            f"| {row['hit_rate']:.3f} | {text} | {near or ''} | {row['over_formula']:.2f}x |"
-        )
+
+
+def _beside(rows: list[Row], is_v4: bool) -> list[str]:
+    lines = []
+    for r in rows:
+        if r["bench"] == "beside":
+            ratio = r["itl_p99_over_median_alone"]
+            text = met(f"{r['itl_p99_ms']:.1f} ({ratio:.2f}x)", ratio <= BESIDE)
+            lines.append(
+                f"| p99 between tokens of {r['batch']} streams beside a prompt of {r['prompt_tokens']}, whose "
+                f"first token takes {r['ttft_ms']:.0f} ms; ms (to the median alone) | {text} | {BESIDE:.0f}x | |"
+                + (" |" if is_v4 else "")
+            )
     return lines
 
 
-def _speculation(read: Read) -> list[str]:
-    rows = read("gpu-speculate-v41-8l")
+def _load(rows: list[Row]) -> list[str]:
+    found = []
+    for r in rows:
+        if r["bench"] == "load":
+            good = not r["lost"] and not r["blocks_held_at_the_end"] and not r["late_kernels"]
+            text = met(
+                f"{r['lost']} lost, {r['blocks_held_at_the_end']} blocks held at the end, "
+                f"{len(r['late_kernels'])} kernels compiled late",
+                good,
+            )
+            over = r["peak_over_planned"]
+            memory = met(f"{100 * over:.1f} %", abs(over - 1) <= 0.03)
+            found.append(
+                f"{r['batch']} requests of mixed length, {r['aborted']} of them aborted at random moments: "
+                f"{text}. Memory: {r['peak_gb']:.1f} GB at most, planned {r['planned_gb']:.1f} GB "
+                f"({memory})."
+            )
+    return found
+
+
+def _starts(read: Read) -> list[str]:
+    rows = {r["mode"]: r for r in read("gpu-start")}
     if not rows:
         return []
-    row = rows[0]
-    text = _met(f"{row['times_plain']:.2f}x", row["times_plain"] >= 2)
-    return [
-        f"Speculation, `v41-8l`, block of {row['block']}, {row['mode']} (for speed only): "
-        f"{row['tok_s']:.0f} tokens per second, {text} of plain decoding (target 2x).",
+    lines = ["| start to first token, s | measured | target | vLLM 0.26.0 |", "|---|---|---|---|"]
+    names = {"first": "the first ever", "second": "with compiled kernels"}
+    for mode, (target, theirs) in STARTS.items():
+        if mode in rows:
+            row = rows[mode]
+            text = met(f"{row['seconds']:.0f}", row["seconds"] <= target)
+            lines.append(f"| {names[mode]} | {text} | {target} | {theirs} |")
+    return lines
+
+
+def _ablation(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-ablation-v4-flash-8l") if r["bench"] == "decode"]
+    if not rows:
+        return []
+    rows += [
+        r
+        for r in read("gpu-engine-v4-flash-8l")
+        if r["bench"] == "decode" and r["prompt_tokens"] == 128
     ]
+    lines = [
+        "What graphs and fusion gain (`v4-flash-8l`): `eager` launches the torch twins one by one, `graph` "
+        "replays them captured, `fused` replays the kernels:",
+        "",
+        "| mode | batch | step, ms | kernels a layer | host, us a step |",
+        "|---|---|---|---|---|",
+    ]
+    order = ("eager", "graph", "fused")
+    for row in sorted(rows, key=lambda r: (order.index(r["mode"]), r["batch"])):
+        lines += [
+            f"| {row['mode']} | {row['batch']} | {row['ms_step']['median']:.2f} | "
+            f"{row['kernels'] / 8:.0f} | {row['host_us']['median']:.0f} |"
+        ]
+    return lines
+
+
+def _greedy(read: Read) -> list[str]:
+    rows = read("gpu-greedy-tiny")
+    found = []
+    for row in rows:
+        if row["bench"] == "greedy":
+            good = not row["otherwise"]
+            text = met(f"{row['equal']} of {row['prompts']} equal", good)
+            found.append(
+                f"{row['mode']}: {text}, {len(row['ties'])} up to a tie, {len(row['otherwise'])} otherwise"
+            )
+    lines = (
+        [
+            "Greedy tokens of the shipped checkpoint on the GPU against the CPU's: "
+            + "; ".join(found)
+            + "."
+        ]
+        if found
+        else []
+    )
+    for row in rows:
+        if row["bench"] == "load":
+            good = not (row["lost"] or row["crossed"] or row["blocks_held_at_the_end"])
+            text = met(
+                f"{row['lost']} lost, {len(row['crossed'])} with another one's tokens, "
+                f"{row['blocks_held_at_the_end']} blocks held at the end",
+                good,
+            )
+            lines.append(
+                f"Of {row['requests']} requests with {row['aborted']} random aborts: {text}."
+            )
+    return lines
+
+
+def _peers(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-peers") if r["bench"] == "peer"]
+    if not rows:
+        return []
+    cases: dict[tuple[str, int, Any], dict[str, float]] = {}
+    for r in rows:
+        key = r["what"], r["batch"], r.get("top_p", r.get("prompt_tokens"))
+        cases.setdefault(key, {})[r["mode"]] = r["us"]
+    lines = [
+        "Sampler and choice of entries beside FlashInfer's kernels, us:",
+        "",
+        "| | batch | ours | FlashInfer |",
+        "|---|---|---|---|",
+    ]
+    for (what, batch, of), us in cases.items():
+        label = (
+            f"draw, top_p {of}" if what == "sample" else f"512 best entries of {of} tokens, ratio 4"
+        )
+        both = [f"{us[name]:.0f}" if name in us else "-" for name in ("ours", "flashinfer")]
+        lines.append(f"| {label} | {batch} | {both[0]} | {both[1]} |")
+    return lines

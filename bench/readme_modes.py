@@ -1,0 +1,150 @@
+"""README's GPU figures of modes: bounded replay, paged experts, speculation."""
+
+from __future__ import annotations
+
+from bench.readme_cells import Read, met, spread
+
+#: prompt tokens -> TTFT relative to `off`: issue 6's targets for bounded and exact.
+RATIOS = {1024: (0.85, 1.02), 8192: (0.56, 0.68), 32768: (0.53, 0.56), 65536: (0.53, 0.54)}
+#: (prompts at once, tokens of each) -> issue 6's bound for the ratio of first tokens, and for the gain.
+MANY = {(16, 1024): (1.05, None), (16, 32768): (None, 1.7)}
+#: Rate of `off` at 8192 tokens, as a share of 790 TFLOP/s.
+RATE, OFF_SHARE = 790, 0.35
+#: hit rate -> tokens per second of Qwen3-30B with 40 of 61 GB off the GPU: issue 7's targets.
+PAGED = {0.9: 105, 0.95: 165, 0.99: 320}
+#: batch -> tokens per second of Qwen3-30B in bfloat16, resident: issue 7's target and vLLM.
+RESIDENT = {1: (450, 242), 4: (800, 621), 16: (1450, 1319), 64: (3700, 3635)}
+#: Milliseconds to the first token of 8192 tokens, resident; tokens per second beyond the GPU.
+RESIDENT_PROMPT, BEYOND = 158, 100
+WAYS = {"cpu": "misses computed on the CPU by torch", "stream": "layers copied whole each step"}
+
+
+def modes(read: Read) -> list[tuple[list[str], str]]:
+    """Tables, each with the file it comes from."""
+    return [
+        (_replay(read), "gpu-replay-v41-40l"),
+        (_resident(read), "gpu-resident-qwen"),
+        (_paged(read), "gpu-paged-qwen"),
+        (_beyond(read), "gpu-paged-v4-flash-43l"),
+        (_speculation(read), "gpu-speculate-v41-8l"),
+    ]
+
+
+def _replay(read: Read) -> list[str]:
+    rows = read("gpu-replay-v41-40l")
+    firsts = [r for r in rows if r["bench"] == "ttft"]
+    if not firsts:
+        return []
+    lines = [
+        "V4.1-Flash widths, 40 layers, 128 experts: time to the first token of `bounded` and `exact` "
+        "relative to `off` (docs/bounded-replay.md):",
+        "",
+        "| prompt | off, ms | TFLOP/s | bounded | target | exact | target |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for length in dict.fromkeys(r["prompt_tokens"] for r in firsts):
+        own = {r["mode"]: r for r in firsts if r["prompt_tokens"] == length}
+        if "off" not in own:
+            continue
+        rate = own["off"].get("tflop_s")
+        share = "" if rate is None else met(f"{rate:.0f}", rate >= OFF_SHARE * RATE)
+        cells = [f"| {length}", spread(own["off"]["ttft_ms"], 0), share]
+        for mode, target in zip(("bounded", "exact"), RATIOS[length], strict=True):
+            ratio = own[mode]["ttft_ratio"] if mode in own else None
+            cells += [
+                "-" if ratio is None else met(f"{ratio:.3f}", ratio <= target),
+                f"{target:.2f}",
+            ]
+        lines.append(" | ".join(cells) + " |")
+    many = []
+    for r in rows:
+        if r["bench"] == "many" and r["mode"] == "bounded":
+            most, least = MANY.get((r["batch"], r["prompt_tokens"]), (None, None))
+            first = met(f"{r['ttft_ratio']:.3f}", most is not None and r["ttft_ratio"] <= most)
+            gain = met(
+                f"{r['throughput_ratio']:.2f}x",
+                least is not None and r["throughput_ratio"] >= least,
+            )
+            many.append(
+                f"{r['batch']} prompts of {r['prompt_tokens']} at once, {r['new_tokens']} new tokens: "
+                f"last first token {first} of `off`, throughput {gain}"
+            )
+    if many:
+        lines += ["", "`bounded`: " + "; ".join(many) + "."]
+    return lines
+
+
+def _resident(read: Read) -> list[str]:
+    found = read("gpu-resident-qwen")
+    rows = {r["batch"]: r for r in found if r["bench"] == "paged"}
+    if not rows:
+        return []
+    lines = [
+        "Qwen3-30B-A3B in bfloat16, all on the GPU, tokens per second:",
+        "",
+        "| batch | measured | target | vLLM 0.26.0 |",
+        "|---|---|---|---|",
+    ]
+    for batch, (target, peer) in RESIDENT.items():
+        if batch in rows:
+            speed = rows[batch]["tok_s"]
+            lines.append(
+                f"| {batch} | {met(f'{speed:.0f}', speed >= target)} | {target} | {peer} |"
+            )
+    for r in found:
+        if r["bench"] == "paged_prompt" and r["prompt_tokens"] == 8192:
+            first = r["ttft_ms"]
+            text = met(spread(first, 0), first["median"] <= RESIDENT_PROMPT)
+            lines.append(f"| first token of 8192 tokens, ms | {text} | {RESIDENT_PROMPT} | |")
+    return lines
+
+
+def _paged(read: Read) -> list[str]:
+    found = read("gpu-paged-qwen")
+    rows = [r for r in found if r["bench"] == "paged" and r["mode"] == "paged"]
+    if not rows:
+        return []
+    lines = [
+        f"The same with {rows[0]['offloaded_gb']:.0f} GB of it off the GPU ({rows[0]['slots']} of 128 "
+        "experts a layer in slots), by the hit rate that the slots counted; vLLM 0.26.0 with "
+        "cpu_offload_gb=40 gives 11.9 tokens per second:",
+        "",
+        "| hit rate | tokens/s | target | to the formula |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        near = next((t for h, t in PAGED.items() if abs(h - row["hit_rate"]) < 0.005), None)
+        speed, over = row["tok_s"], row["over_formula"]
+        text = f"{speed:.0f}" if near is None else met(f"{speed:.0f}", speed >= near)
+        ratio = met(f"{over:.2f}x", over <= 1.15)
+        lines.append(f"| {row['hit_rate']:.3f} | {text} | {near or ''} | {ratio} |")
+    others = [
+        f"{WAYS.get(r['way'], r['way'])}: {r['tok_s']:.0f} tokens per second"
+        for r in found
+        if r["bench"] == "paged_baseline"
+    ]
+    return [*lines, "", "Other ways: " + "; ".join(others) + "."] if others else lines
+
+
+def _beyond(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-paged-v4-flash-43l") if r["bench"] == "paged" and r["slots"]]
+    if not rows:
+        return []
+    row = rows[0]
+    text = met(f"{row['tok_s']:.0f} tokens per second", row["tok_s"] >= BEYOND)
+    return [
+        f"V4-Flash whole, 43 layers (`v4-flash-43l`), {row['offloaded_gb']:.0f} GB of its experts off the "
+        f"GPU: {text} at a hit rate of {row['hit_rate']:.3f} (target {BEYOND}).",
+    ]
+
+
+def _speculation(read: Read) -> list[str]:
+    rows = read("gpu-speculate-v41-8l")
+    if not rows:
+        return []
+    row = rows[0]
+    text = met(f"{row['times_plain']:.2f}x", row["times_plain"] >= 2)
+    return [
+        f"Speculation, `v41-8l`, block of {row['block']}, {row['mode']} (for speed only): "
+        f"{row['tok_s']:.0f} tokens per second, {text} of plain decoding (target 2x).",
+    ]

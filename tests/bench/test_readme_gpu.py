@@ -1,0 +1,129 @@
+"""README's GPU tables: what is there is shown, targets in bold where they are met, nothing else needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.readme_gpu import gpu
+
+Row = dict[str, Any]
+
+
+def spread(median: float) -> Row:
+    return {"median": median, "p10": median * 0.99, "p90": median * 1.01, "n": 7}
+
+
+def decode(batch: int, ms: float, tokens: int = 128, mode: str = "fused") -> Row:
+    return {
+        "bench": "decode", "mode": mode, "batch": batch, "prompt_tokens": tokens,
+        "ms_step": spread(ms), "bound_share": 0.5, "kernels": 136, "host_us": spread(120.0),
+    }  # fmt: skip
+
+
+def rows() -> dict[str, list[Row]]:
+    """A result of every kind; each second figure misses its target."""
+    replay: Row = {"bench": "ttft", "prompt_tokens": 8192, "ttft_ms": spread(900.0)}
+    paged: Row = {"bench": "paged", "offloaded_gb": 40.0, "slots": 40, "batch": 1}
+    return {
+        "gpu-engine-v4-flash-8l": [
+            decode(1, 1.29),
+            decode(4, 1.85),
+            decode(1, 1.5, 65536),
+            {"bench": "ttft", "prompt_tokens": 8192, "ttft_ms": spread(120.0)},
+            {"bench": "cached", "cached_tokens": 65536, "new_prompt_tokens": 500,
+             "ttft_ms": spread(61.0)},
+            {"bench": "beside", "batch": 8, "prompt_tokens": 32768, "itl_p99_ms": 9.0,
+             "itl_p99_over_median_alone": 2.9, "ttft_ms": 1500.0},
+            {"bench": "load", "batch": 1000, "aborted": 50, "lost": 0, "blocks_held_at_the_end": 0,
+             "late_kernels": [], "peak_gb": 30.0, "planned_gb": 31.0, "peak_over_planned": 0.968},
+        ],
+        "gpu-engine-v41-8l": [decode(1, 1.9)],
+        "gpu-step-v4-flash-8l": [
+            {"bench": "step", "batch": 1, "prompt_tokens": 256, "ms_step": spread(1.25)}
+        ],
+        "gpu-start": [
+            {"mode": "first", "seconds": 90.0}, {"mode": "second", "seconds": 41.0},
+        ],
+        "gpu-ablation-v4-flash-8l": [decode(1, 400.0, mode="eager"), decode(1, 90.0, mode="graph")],
+        "gpu-greedy-tiny": [
+            {"bench": "greedy", "mode": "fused", "equal": 198, "prompts": 200, "ties": [[3, 1, 0.0]],
+             "otherwise": [[4, 2, 0.5, 1, 2]]},
+            {"bench": "load", "requests": 1000, "aborted": 90, "lost": 0, "crossed": [],
+             "blocks_held_at_the_end": 0},
+        ],
+        "gpu-peers": [
+            {"bench": "peer", "what": "sample", "mode": "ours", "batch": 1, "top_p": 0.95, "us": 40.0}
+        ],
+        "gpu-replay-v41-40l": [
+            {**replay, "mode": "off", "ttft_ratio": 1.0, "tflop_s": 300.0},
+            {**replay, "mode": "bounded", "ttft_ratio": 0.55},
+            {**replay, "mode": "exact", "ttft_ratio": 0.69},
+            {"bench": "many", "mode": "bounded", "batch": 16, "prompt_tokens": 32768,
+             "new_tokens": 1, "ttft_ratio": 0.55, "throughput_ratio": 1.8},
+        ],
+        "gpu-resident-qwen": [
+            {"bench": "paged", "mode": "resident", "batch": 1, "tok_s": 460.0},
+            {"bench": "paged_prompt", "prompt_tokens": 8192, "ttft_ms": spread(150.0)},
+        ],
+        "gpu-paged-qwen": [
+            {**paged, "mode": "paged", "hit_rate": 0.901, "tok_s": 106.0, "over_formula": 1.02},
+            {"bench": "paged_baseline", "way": "cpu", "tok_s": 20.0},
+        ],
+        "gpu-paged-v4-flash-43l": [{**paged, "mode": "paged", "hit_rate": 0.9, "tok_s": 99.0}],
+        "gpu-speculate-v41-8l": [
+            {"block": 5, "mode": "fixed acceptance 3.5", "tok_s": 900.0, "times_plain": 2.1}
+        ],
+    }  # fmt: skip
+
+
+def text(of: dict[str, list[Row]]) -> str:
+    return gpu(lambda name: of.get(name, []), lambda row: "its source")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| step at batch 1, ms | **1.29 (1.28-1.30)** [1.25] | 1.30 | 50 % | 3.25 |",
+        "| step at batch 4, ms | 1.85 (1.83-1.87) | 1.80 | 50 % | 3.36 |",
+        "| step at batch 1, 65536 tokens of context, ms | 1.50 (1.16x) | 1.15x | 50 % | |",
+        "| first token of 8192 tokens, ms | **120 (119-121)** | 139 | | 139 |",
+        "| first token after 65536 cached and 500 new tokens, ms | 61 (60-62) | 60 | | |",
+        "first token takes 1500 ms; ms (to the median alone) | **9.0 (2.90x)** | 3x | | |",
+        "**0 lost, 0 blocks held at the end, 0 kernels compiled late**. Memory: 30.0 GB",
+        "planned 31.0 GB (96.8 %).",
+        "| step at batch 1, ms | 1.90 (1.88-1.92) | 1.30 | **50 %** |",
+        "| the first ever | **90** | 180 | over 480 |",
+        "| with compiled kernels | 41 | 40 | 62 |",
+        "| eager | 1 | 400.00 | 17 | 120 |",
+        "fused: 198 of 200 equal, 1 up to a tie, 1 otherwise",
+        "Of 1000 requests with 90 random aborts: **0 lost, 0 with another one's tokens",
+        "| draw, top_p 0.95 | 1 | 40 | - |",
+        "| 8192 | 900 (891-909) | **300** | **0.550** | 0.56 | 0.690 | 0.68 |",
+        "16 prompts of 32768 at once, 1 new tokens: last first token 0.550 of `off`, throughput **1.80x**",
+        "| 1 | **460** | 450 | 242 |",
+        "| 0.901 | **106** | 105 | **1.02x** |",
+        "Other ways: misses computed on the CPU by torch: 20 tokens per second.",
+        "off the GPU: 99 tokens per second at a hit rate of 0.900 (target 100).",
+        "900 tokens per second, **2.10x** of plain decoding",
+    ],
+)
+def test_every_kind_of_row_has_its_line(line: str) -> None:
+    """A figure stands beside its target, bold where it is met."""
+    assert line in text(rows())
+
+
+@pytest.mark.parametrize("name", rows())
+def test_any_file_may_be_absent(name: str) -> None:
+    """What was not measured is left out, and the rest is shown as before."""
+    found = rows()
+    del found[name]
+
+    assert text(found)
+    assert text({name: rows()[name]}) or name in ("gpu-step-v4-flash-8l",)
+
+
+def test_nothing_measured_is_nothing_said() -> None:
+    """Without rows there is no section."""
+    assert text({}) == ""
