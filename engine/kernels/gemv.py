@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.codes import encode_device
 from engine.kernels.formats import Matrix
 from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper, overlaps
 from engine.kernels.roundtrip import fp8_device
@@ -40,9 +41,10 @@ class Job:
     Args:
         x: [T, K], or [T, G * K] with groups; the last dimension is contiguous.
         w: plain or fp8, [N, K].
-        out: [T, N] contiguous, or float32 [T, P, N] for summands, P from `splits`.
+        out: [T, N] contiguous, or float32 [T, P, N] for summands, P from `splits`, or e4m3 [T, N].
         groups: rows of w per group of x's columns is N / groups.
         out_group: group of the result's FP8 rounding; 0 for none.
+        powers: where those of e4m3 results go (engine.kernels.codes); None for any other.
     """
 
     x: Tensor
@@ -50,6 +52,7 @@ class Job:
     out: Tensor
     groups: int = 1
     out_group: int = 0
+    powers: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +215,18 @@ def _tile(
 
 
 @triton.jit
-def _finish(acc, out, n, t, T, N, GROUP: tl.constexpr):
-    """Cast, round and store a tile of the result."""
+def _finish(acc, out, powers, n0, t, T, N, GROUP: tl.constexpr):
+    """Cast, round and store a tile of the result, whose columns begin at n0."""
     dtype: tl.constexpr = out.dtype.element_ty
-    y = cast(acc, dtype)
-    if GROUP > 0:
-        y = cast(fp8_device(y.to(tl.float32), GROUP, 0), dtype)
-    tl.store(
-        out + t[:, None].to(tl.int64) * N + n[None, :], y, mask=(t < T)[:, None] & (n < N)[None, :]
-    )
+    n = n0 + tl.arange(0, acc.shape[1])
+    if dtype == tl.float8e4nv:
+        encode_device(cast(acc, tl.bfloat16).to(tl.float32), out, powers, t, n0, T, N, GROUP)
+    else:
+        y = cast(acc, dtype)
+        if GROUP > 0:
+            y = cast(fp8_device(y.to(tl.float32), GROUP, 0), dtype)
+        inside = (t < T)[:, None] & (n < N)[None, :]
+        tl.store(out + t[:, None].to(tl.int64) * N + n[None, :], y, mask=inside)
 
 
 @triton.jit
@@ -229,6 +235,7 @@ def _job(
     w,
     scale,
     out,
+    powers,
     scratch,
     counters,
     program,
@@ -283,14 +290,14 @@ def _job(
     if PARTS:
         tl.store(out + own + part * N, acc, mask=inside)
     elif not WAITS:
-        _finish(acc, out, n, t, T, N, GROUP)
+        _finish(acc, out, powers, n0, t, T, N, GROUP)
     else:
         tl.store(scratch + own + part * N, acc, mask=inside)
         # All threads' stores come before the count that says they are there.
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         if done == split - 1:
-            _add_up(scratch, out, n, t0, T, N, split, GROUP, BT, BN, MOST)
+            _add_up(scratch, out, powers, n0, t0, T, N, split, GROUP, BT, BN, MOST)
             tl.store(counters + tile, 0)
 
 
@@ -298,7 +305,8 @@ def _job(
 def _add_up(
     scratch,
     out,
-    n,
+    powers,
+    n0,
     t0,
     T,
     N,
@@ -313,6 +321,7 @@ def _add_up(
     All shares of those rows are asked for at once: each round waits for memory once.
     """
     SOME: tl.constexpr = 16 if BT >= 64 else 8
+    n = n0 + tl.arange(0, BN)
     for r in tl.range(t0, tl.minimum(t0 + BT, T), SOME, num_stages=1):
         t = r + tl.arange(0, SOME)
         inside = (t < T)[:, None] & (n < N)[None, :]
@@ -322,7 +331,7 @@ def _add_up(
             there = inside & (tl.full((1, 1), part, tl.int32) < split)
             share = tl.load(places + part * N, mask=there, other=0.0, cache_modifier=".cg")
             total += share
-        _finish(total, out, n, t, T, N, GROUP)
+        _finish(total, out, powers, n0, t, T, N, GROUP)
 
 
 @triton.jit(do_not_specialize=["ends", "T", "splits"])
@@ -331,6 +340,7 @@ def _gemv(
     ws,
     scales,
     outs,
+    powers,
     scratches,
     counters,
     ends,
@@ -356,8 +366,8 @@ def _gemv(
     for j in tl.static_range(len(TILES)):
         if (program >= first) & (program < ends[j]):
             _job(
-                xs[j], ws[j], scales[j], outs[j], scratches[j], counters[j], program - first,
-                T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
+                xs[j], ws[j], scales[j], outs[j], powers[j], scratches[j], counters[j],
+                program - first, T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
                 HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3], FORMS[j][4],
                 TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], MOST,
             )  # fmt: skip
@@ -454,6 +464,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         tuple(job.w.data for job in jobs),
         tuple(job.x if job.w.scale is None else job.w.scale for job in jobs),
         tuple(job.out for job in jobs),
+        tuple(job.out if job.powers is None else job.powers for job in jobs),
         tuple(scratches),
         tuple(offsets),
         tuple(ends),

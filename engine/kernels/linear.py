@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import gemm, gemv
+from engine.kernels import codes, gemm, gemv
+from engine.kernels.codes import Codes, encode_device
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.overlap import await_previous, begin_next, overlaps
 from engine.kernels.reference import rms_norm
@@ -160,50 +161,76 @@ def _prepare(
     x,
     norm,
     out,
+    powers,
+    T,
     K,
     stride,
     eps,
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Norm (over the whole row) and round a row of x, or round a share of it."""
+    """Norm (over the whole row) and round a row of x, or round a share of it; out may be codes."""
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dtype: tl.constexpr = out.dtype.element_ty
+    first = tl.program_id(1) * BLOCK
+    k = first + tl.arange(0, BLOCK)
     value = tl.load(x + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
         weight = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
         value = value * tl.rsqrt(tl.sum(value * value) / K + eps) * weight
-        value = cast(value, dtype).to(tl.float32)
-    if GROUP > 0:
-        value = tl.reshape(fp8_device(value[None, :], GROUP, 0), (BLOCK,))
-    tl.store(out + row * K + k, cast(value, dtype), mask=k < K)
+        value = cast(value, DTYPE).to(tl.float32)
+    if out.dtype.element_ty == tl.float8e4nv:
+        encode_device(value[None, :], out, powers, row + tl.arange(0, 1), first, T, K, GROUP)
+    else:
+        if GROUP > 0:
+            value = tl.reshape(fp8_device(value[None, :], GROUP, 0), (BLOCK,))
+        tl.store(out + row * K + k, cast(value, DTYPE), mask=k < K)
 
 
-def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None) -> Tensor:
-    """RMSNorm if a weight is given, then FP8 rounding if a group is: [T, K] contiguous."""
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _run_prepare(
+    x: Tensor, norm: Tensor | None, eps: float, act_group: int | None, out: Tensor, powers: Tensor
+) -> None:
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = 1024 if norm is None else triton.next_power_of_2(width)
+    overlap = overlaps(x.device) and rows <= gemv.OVERLAP_ROWS
     _prepare[(rows, triton.cdiv(width, block))](
         x,
         x if norm is None else norm,
         out,
+        powers,
+        rows,
         width,
         x.stride(0),
         eps,
         NORM=norm is not None,
         GROUP=act_group or 0,
+        DTYPE=_TYPES[x.dtype],
         BLOCK=block,
-        OVERLAP=overlaps(x.device) and rows <= gemv.OVERLAP_ROWS,
-        launch_pdl=overlaps(x.device) and rows <= gemv.OVERLAP_ROWS,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=4 if block <= 2048 else 8,
     )
+
+
+def _prepared(x: Tensor, norm: Tensor | None, eps: float, act_group: int | None) -> Tensor:
+    """RMSNorm if a weight is given, then FP8 rounding if a group is: [T, K] contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_prepare(x, norm, eps, act_group, out, out)
     return out
+
+
+def _encoded(x: Tensor, norm: Tensor | None, eps: float, group: int) -> Codes:
+    """Do as `_prepared`, but leave codes."""
+    made = Codes.empty(len(x), x.shape[1], group, x.device)
+    _run_prepare(x, norm, eps, group, made.codes, made.powers)
+    return made
 
 
 def _is_small(rows: int, ws: Sequence[Matrix]) -> bool:
@@ -247,6 +274,8 @@ def norm_linear_triton(
     act_group: int | None = None,
 ) -> tuple[Tensor, ...]:
     """`norm_linear_torch` in kernels."""
+    if act_group is not None and codes.take(x, ws, act_group):
+        return codes.run(_encoded(x, norm, eps, act_group), ws, x.dtype)
     low = _prepared(x, norm, eps, act_group)
     return linears_triton([low] * len(ws), ws)
 
@@ -276,5 +305,10 @@ def attention_output_triton(
     o: Tensor, wo_a: Matrix, wo_b: Matrix, groups: int, *, act_group: int | None = None
 ) -> Tensor:
     """`attention_output_torch` in kernels: two launches for few rows."""
+    few = _is_small(len(o), (wo_a, wo_b))
+    if few and act_group is not None and codes.take(o, (wo_b,), act_group):
+        made = Codes.empty(len(o), wo_a.shape[0], act_group, o.device)
+        gemv.run([gemv.Job(o, wo_a, made.codes, groups, act_group, made.powers)])
+        return codes.run_parts(made, wo_b)
     low = grouped_linear_triton(o, wo_a, groups, out_act_group=act_group)
     return linear_parts_triton(low, wo_b)
