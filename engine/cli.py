@@ -236,7 +236,8 @@ def _print_plan(plan: MemoryPlan) -> int:
     print(f"{'device in all':<30}{plan.nbytes:>18,}")
     tokens = plan.num_blocks * plan.block_size
     print(
-        f"holds     {tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_nbytes:,} bytes"
+        f"holds     {tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_nbytes:,} bytes,"
+        f" {plan.token_nbytes:,.1f} a token"
     )
     print(f"          all requests at full context at once: {plan.blocks_wanted:,} blocks")
     if plan.budget is None:

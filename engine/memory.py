@@ -87,6 +87,11 @@ class MemoryPlan:
         return sum(item.nbytes for item in self.items if item.owner != "host")
 
     @property
+    def token_nbytes(self) -> float:
+        """Bytes that a token of context takes, beside its request's slot."""
+        return self.block_nbytes / self.block_size
+
+    @property
     def reserve(self) -> int:
         """Bytes of the budget that are left to activations, the allocator and kernels."""
         return 0 if self.budget is None else math.ceil(self.budget * RESERVE)

@@ -21,6 +21,7 @@ from engine.device.sampler import Draw, sample
 from engine.model.checkpoint import load_model
 from engine.model.v4 import Model
 from engine.options import EngineConfig
+from engine.plan.records import Form, Forms
 from engine.plan.step import Chunk
 from tests.engine.model import build
 
@@ -244,8 +245,8 @@ def test_the_salt_names_model_layout_and_form(
     wide = dataclasses.replace(options, block_size=32)
     half = dataclasses.replace(options, dtype="bfloat16")
 
-    def salt(path: Path, options: EngineConfig, *form: object) -> bytes:
-        return build_engine.salt_of(path, model.config, options, *form)
+    def salt(path: Path, options: EngineConfig, *how: object, window: Form = "none") -> bytes:
+        return build_engine.salt_of(path, model.config, options, Forms(window=window), *how)
 
     salts = {
         salt(checkpoint, options, "reference", False),
@@ -254,9 +255,10 @@ def test_the_salt_names_model_layout_and_form(
         salt(checkpoint, half, "reference", False),
         salt(checkpoint, options, "reference", True),
         salt(checkpoint, options, "fast", "torch", False),
+        salt(checkpoint, options, "fast", "torch", False, window="fp8_32"),
     }
 
-    assert len(salts) == 6
+    assert len(salts) == 7
     used = load_engine(checkpoint, OPTIONS)._scheduler.prefix._salt
     assert used == salt(checkpoint, options, "reference", False)
     fast = dataclasses.replace(OPTIONS, runner="fast")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from engine.config import ModelConfig
 from engine.plan.layout import layout_fingerprint, pool_tensors
+from engine.plan.records import Forms, forms_of
 from tests.engine.model import build
 
 
@@ -26,31 +29,49 @@ from tests.engine.model import build
 )
 def test_sizes_by_hand(make: object, slot: int, block: int) -> None:
     """Bytes of one slot and one block in float32, added up from the specification."""
-    parts = list(pool_tensors(ModelConfig.from_dict(make()), 16))  # type: ignore[operator]
+    parts = list(pool_tensors(ModelConfig.from_dict(make()), 16, 4, Forms()))  # type: ignore[operator]
 
     assert sum(p.nbytes(4) for p in parts if not p.per_block) == slot
     assert sum(p.nbytes(4) for p in parts if p.per_block) == block
 
 
+@pytest.mark.parametrize(
+    ("is_v41", "window", "entry", "key"), [(False, 592, 592, 80), (True, 528, 288, 80)]
+)
+def test_rows_of_the_models_are_records(is_v41: bool, window: int, entry: int, key: int) -> None:
+    """Bytes of a row at the models' widths: codes, rotary tail, scales, filled up to 16."""
+    config = ModelConfig.from_dict(
+        (build.v41 if is_v41 else build.v4)(head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
+    )
+    forms = forms_of(is_v41=is_v41, is_quantised=True)
+    rows = {(p.group, p.shape[-1], p.kind) for p in pool_tensors(config, 16, 2, forms)}
+    assert {("window", window, "bytes"), ("entries", entry, "bytes")} < rows
+    assert ("index_keys", key, "bytes") in rows
+    assert {kind for group, _, kind in rows if "state" in group} == {"state"}
+
+
 def test_pending_rows_are_float32_at_least() -> None:
     """In bfloat16 the caches shrink by half, the rolling state and the ids do not."""
-    for part in pool_tensors(ModelConfig.from_dict(build.v41()), 16):
+    for part in pool_tensors(ModelConfig.from_dict(build.v41()), 16, 4, Forms()):
         assert part.nbytes(2) * (2 if part.kind == "cache" else 1) == part.nbytes(4)
         assert part.nbytes(8) == part.nbytes(4) * (1 if part.kind == "ids" else 2)
 
 
 def test_the_fingerprint_sees_every_change_of_the_layout() -> None:
-    """Block size, element type and each size of the model's caches stand in it."""
-    v41 = ModelConfig.from_dict(build.v41())
+    """Block size, element type, each size of the model's caches and their forms stand in it."""
+    v41, v4 = (ModelConfig.from_dict(make()) for make in (build.v41, build.v4))
+    wider = ModelConfig.from_dict(build.v41(sliding_window=16))
+    plain, packed = Forms(), forms_of(is_v41=True, is_quantised=True)
+    other = dataclasses.replace(packed, index="hadamard_fp4_32")  # records of the same size
     seen = {
-        layout_fingerprint(v41, 16, "torch.float32"),
-        layout_fingerprint(v41, 32, "torch.float32"),
-        layout_fingerprint(v41, 16, "torch.bfloat16"),
-        layout_fingerprint(ModelConfig.from_dict(build.v4()), 16, "torch.float32"),
-        layout_fingerprint(
-            ModelConfig.from_dict(build.v41(sliding_window=16)), 16, "torch.float32"
-        ),
+        layout_fingerprint(v41, 16, "torch.float32", plain),
+        layout_fingerprint(v41, 32, "torch.float32", plain),
+        layout_fingerprint(v41, 16, "torch.bfloat16", plain),
+        layout_fingerprint(v4, 16, "torch.float32", plain),
+        layout_fingerprint(wider, 16, "torch.float32", plain),
+        layout_fingerprint(v41, 16, "torch.float32", packed),
+        layout_fingerprint(v41, 16, "torch.float32", other),
     }
 
-    assert len(seen) == 5
-    assert layout_fingerprint(v41, 16, "torch.float32") in seen
+    assert len(seen) == 7
+    assert layout_fingerprint(v41, 16, "torch.float32", Forms()) in seen
