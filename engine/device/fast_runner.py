@@ -282,6 +282,7 @@ class FastRunner:
                 ("slot_expert", state.slot_expert),
                 ("expert_slot", state.expert_slot),
                 ("last_use", state.last_use),
+                ("early", state.early),
                 ("counters", state.counters),
                 ("moves", state.moves),
             ):

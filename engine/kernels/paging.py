@@ -1,10 +1,8 @@
 """Paged experts inside a CUDA graph: decide what to bring in, copy it, name the slots.
 
-The device's side of engine.plan.residency, with the same choices. One layer's state is int32:
-`slot_expert` [K], `expert_slot` [E] (-1: absent), `last_use` [K] and `counters` [4]: step, hits,
-misses, moves of the last step. An expert is one run of bytes, in the host's store [E, bytes] (pinned
-memory that kernels read over the bus) and in the slots [K, bytes]. No host sync: the number of
-moves stays on the device.
+The device's side of engine.plan.residency, with the same choices. An expert is one run of bytes, in
+the host's store [E, bytes] (pinned memory that kernels read over the bus) and in the slots
+[K, bytes]. No host sync: the number of moves stays on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +14,10 @@ from torch import Tensor
 
 from engine.kernels.triton_compat import tl, triton
 
-STEP, HITS, MISSES, MOVES = range(4)
+#: Places of `SlotState.counters`: steps; experts that a step found in a slot, and did not; moves of
+#: the last step or bringing ahead; experts brought ahead, and those of them that the next step asked for.
+STEP, HITS, MISSES, MOVES, AHEAD, AHEAD_HITS = range(6)
+COUNTERS = 6
 #: Programs that copy. 16 saturate the bus (engine.md B0); the rest of the GPU stays free.
 COPY_PROGRAMS = 32
 _COPY_WORDS = 4096  # int64 a program moves at a time
@@ -30,13 +31,15 @@ class SlotState:
         slot_expert: int32 [K].
         expert_slot: int32 [E], -1 for an absent expert.
         last_use: int32 [K].
-        counters: int32 [4]: step, hits, misses, moves of the last step.
-        moves: int32 [K, 2], (expert, slot) of the last step's moves.
+        early: int32 [K], 1 for a slot that was filled ahead and not asked for since.
+        counters: int32 [COUNTERS].
+        moves: int32 [K, 2], (expert, slot) of the last moves.
     """
 
     slot_expert: Tensor
     expert_slot: Tensor
     last_use: Tensor
+    early: Tensor
     counters: Tensor
     moves: Tensor
 
@@ -50,41 +53,71 @@ class SlotState:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         order = torch.arange(slots, dtype=torch.int32, device=device)
-        return cls(order, expert_slot, zeros(slots), zeros(4), zeros(slots, 2))
+        return cls(order, expert_slot, zeros(slots), zeros(slots), zeros(COUNTERS), zeros(slots, 2))
 
 
 # ---------------------------------------------------------------- torch
 
 
-def decide_torch(experts: Tensor, state: SlotState) -> None:
+def decide_torch(experts: Tensor, tiles: Tensor, state: SlotState) -> Tensor:
     """Make a step's experts resident in the tables; `moves` says what is to be copied.
 
     Args:
-        experts: int32 [P], routed ids, repeats allowed, -1 for padding; at most K distinct.
+        experts: int32 [T, k], routed ids, repeats allowed, -1 for padding; at most K distinct.
+        tiles: int32 [N, 3] of `Routing`.
         state: of the layer, written.
+
+    Returns:
+        the tiles with slots in place of experts.
     """
     step = int(state.counters[STEP]) + 1
     distinct = [e for e in dict.fromkeys(experts.flatten().tolist()) if e >= 0]
-    moves = 0
     for expert in distinct:
         slot = int(state.expert_slot[expert])
         if slot >= 0:
             state.last_use[slot] = step
             state.counters[HITS] += 1
-    for expert in distinct:
-        if state.expert_slot[expert] >= 0:
-            continue
+            state.counters[AHEAD_HITS] += state.early[slot]
+    state.early.zero_()
+    missing = [e for e in distinct if state.expert_slot[e] < 0]
+    _move_in(missing, state, step, {s for s, u in enumerate(state.last_use.tolist()) if u == step})
+    state.counters[MISSES] += len(missing)
+    state.counters[STEP] = step
+    named = tiles.clone()
+    named[:, 0] = slots_of_torch(tiles[:, 0], state)
+    return named
+
+
+def bring_ahead_torch(experts: Tensor, state: SlotState) -> None:
+    """Make experts resident that the next step may ask for; it decides as ever.
+
+    Args:
+        experts: as in `decide_torch`.
+        state: of the layer, written.
+    """
+    distinct = [e for e in dict.fromkeys(experts.flatten().tolist()) if e >= 0]
+    missing = [e for e in distinct if state.expert_slot[e] < 0]
+    kept = {int(state.expert_slot[e]) for e in distinct} - {-1}
+    for slot in _move_in(missing, state, int(state.counters[STEP]), kept):
+        state.early[slot] = 1
+    state.counters[AHEAD] += len(missing)
+
+
+def _move_in(missing: list[int], state: SlotState, step: int, kept: set[int]) -> list[int]:
+    """Give each expert the slot used longest ago that is not among `kept`; the slots, in order."""
+    found = []
+    for expert in missing:
         used = state.last_use.tolist()
-        slot = min((s for s in range(len(used)) if used[s] != step), key=lambda s: (used[s], s))
+        slot = min((s for s in range(len(used)) if s not in kept), key=lambda s: (used[s], s))
         state.expert_slot[state.slot_expert[slot].long()] = -1
         state.slot_expert[slot] = expert
         state.expert_slot[expert] = slot
         state.last_use[slot] = step
-        state.moves[moves] = torch.tensor([expert, slot], dtype=torch.int32)
-        state.counters[MISSES] += 1
-        moves += 1
-    state.counters[STEP] = step
-    state.counters[MOVES] = moves
+        state.moves[len(found)] = torch.tensor([expert, slot], dtype=torch.int32)
+        kept.add(slot)
+        found.append(slot)
+    state.counters[MOVES] = len(found)
+    return found
 
 
 def bring_in_torch(store: Tensor, slots: Tensor, state: SlotState) -> None:
@@ -110,77 +143,91 @@ def slots_of_torch(experts: Tensor, state: SlotState) -> Tensor:
 
 @triton.jit
 def _decide_kernel(
-    experts,
-    slot_expert,
-    expert_slot,
-    last_use,
-    counters,
-    moves,
-    num_pairs,
-    num_slots,
-    num_experts,
-    SLOTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    """One program; SLOTS and EXPERTS are powers of two."""
+    experts, tiles, named, slot_expert, expert_slot, last_use, early, counters, moves, num_pairs,
+    num_tiles, num_slots, num_experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One program; SLOTS, EXPERTS and TILES are powers of two. AHEAD: as bring_ahead_torch."""
     slot = tl.arange(0, SLOTS)
-    held = tl.load(slot_expert + slot, mask=slot < num_slots, other=-2)
-    used = tl.load(last_use + slot, mask=slot < num_slots, other=0)
-    step = tl.load(counters) + 1
-    hits = 0
+    real = slot < num_slots
+    held = tl.load(slot_expert + slot, mask=real, other=-2)
+    used = tl.load(last_use + slot, mask=real, other=0)
+    soon = tl.load(early + slot, mask=real, other=0)
+    step = tl.load(counters) + (0 if AHEAD else 1)
+    kept = tl.zeros((SLOTS,), tl.int32)
     for pair in range(num_pairs):
         expert = tl.load(experts + pair)
-        mine = (held == expert) & (expert >= 0)
-        fresh = mine & (used != step)
-        hits += tl.sum(fresh.to(tl.int32), 0)
-        used = tl.where(mine, step, used)
+        kept = tl.where((held == expert) & (expert >= 0), 1, kept)
+    hits, ahead_hits = tl.sum(kept, 0), tl.sum(kept * soon, 0)
+    if not AHEAD:
+        used = tl.where(kept != 0, step, used)
+        soon = tl.zeros((SLOTS,), tl.int32)
     count = 0
     for pair in range(num_pairs):
         expert = tl.load(experts + pair)
         absent = tl.sum((held == expert).to(tl.int32), 0) == 0
         if absent & (expert >= 0):
-            free = (used != step) & (slot < num_slots)
+            free = (kept == 0) & real
             age = tl.where(free, used, 2147483647)
             oldest = tl.min(age, 0)
             victim = tl.min(tl.where(free & (age == oldest), slot, SLOTS), 0)
             held = tl.where(slot == victim, expert, held)
             used = tl.where(slot == victim, step, used)
+            kept = tl.where(slot == victim, 1, kept)
+            if AHEAD:
+                soon = tl.where(slot == victim, 1, soon)
             tl.store(moves + 2 * count, expert)
             tl.store(moves + 2 * count + 1, victim)
             count += 1
-    tl.store(slot_expert + slot, held, mask=slot < num_slots)
-    tl.store(last_use + slot, used, mask=slot < num_slots)
-    all_experts = tl.arange(0, EXPERTS)
-    tl.store(
-        expert_slot + all_experts,
-        tl.full((EXPERTS,), -1, tl.int32),
-        mask=all_experts < num_experts,
-    )
+    tl.store(slot_expert + slot, held, mask=real)
+    tl.store(last_use + slot, used, mask=real)
+    tl.store(early + slot, soon, mask=real)
+    everyone = tl.arange(0, EXPERTS)
+    absence = tl.full((EXPERTS,), -1, tl.int32)
+    tl.store(expert_slot + everyone, absence, mask=everyone < num_experts)
     tl.debug_barrier()
-    tl.store(expert_slot + held, slot, mask=slot < num_slots)
-    tl.store(counters, step)
-    tl.store(counters + 1, tl.load(counters + 1) + hits)
-    tl.store(counters + 2, tl.load(counters + 2) + count)
+    tl.store(expert_slot + held, slot, mask=real)
     tl.store(counters + 3, count)
+    if AHEAD:
+        tl.store(counters + 4, tl.load(counters + 4) + count)
+    else:
+        tl.store(counters, step)
+        tl.store(counters + 1, tl.load(counters + 1) + hits)
+        tl.store(counters + 2, tl.load(counters + 2) + count)
+        tl.store(counters + 5, tl.load(counters + 5) + ahead_hits)
+        for first in range(0, num_tiles, TILES):
+            tile = first + tl.arange(0, TILES)
+            inside = tile < num_tiles
+            expert = tl.load(tiles + tile * 3, mask=inside, other=-1)
+            match = (held[None, :] == expert[:, None]) & (expert >= 0)[:, None]
+            name = tl.max(tl.where(match, slot[None, :], -1), 1)
+            tl.store(named + tile * 3, name, mask=inside)
+            for field in tl.static_range(1, 3):
+                value = tl.load(tiles + tile * 3 + field, mask=inside, other=0)
+                tl.store(named + tile * 3 + field, value, mask=inside)
 
 
-def decide_triton(experts: Tensor, state: SlotState) -> None:
-    """Run decide_torch as one program."""
+def _decide(experts: Tensor, tiles: Tensor, state: SlotState, *, ahead: bool) -> Tensor:
     slots, count = state.slot_expert.numel(), state.expert_slot.numel()
+    named = torch.empty_like(tiles)
     _decide_kernel[(1,)](
-        experts,
-        state.slot_expert,
-        state.expert_slot,
-        state.last_use,
-        state.counters,
-        state.moves,
-        experts.numel(),
-        slots,
-        count,
-        SLOTS=triton.next_power_of_2(slots),
-        EXPERTS=triton.next_power_of_2(count),
+        experts, tiles, named, state.slot_expert, state.expert_slot, state.last_use, state.early,
+        state.counters, state.moves, experts.numel(), len(tiles), slots, count,
+        SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(count),
+        TILES=min(16, triton.next_power_of_2(len(tiles))), AHEAD=ahead,
         num_warps=1 if slots <= 128 else 4,
-    )
+    )  # fmt: skip
+    return named
+
+
+def decide_triton(experts: Tensor, tiles: Tensor, state: SlotState) -> Tensor:
+    """Run decide_torch as one program."""
+    return _decide(experts, tiles, state, ahead=False)
+
+
+def bring_ahead_triton(experts: Tensor, state: SlotState) -> None:
+    """Run bring_ahead_torch as one program."""
+    _decide(experts, experts.view(-1, 1), state, ahead=True)
 
 
 @triton.jit

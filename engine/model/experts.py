@@ -21,6 +21,8 @@ from engine.kernels.formats import KERNEL_KINDS, Matrix, dequantise
 from engine.kernels.ops import Ops
 from engine.kernels.paging import (
     HITS,
+    MISSES,
+    STEP,
     SlotState,
     bring_in_torch,
     bring_in_triton,
@@ -265,8 +267,8 @@ class PagedExperts:
         """Compute a layer's experts; see engine.kernels.moe.moe_torch."""
         how = {"limit": limit, "act_group": act_group}
         if self.is_one_wave(routing):
-            self._bring_in(ops, routing)
-            w13, w2, named = unfold(self.w13, self.w2, self._named(ops, routing), x.dtype)
+            named = replace(routing, tiles=self._bring_in(ops, routing))
+            w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
             return ops.moe(x, named, w13, w2, shared13, shared2, **how)
         total: Tensor | None = None
         pieces = self._streamed if self.is_dense(routing) else self._waves
@@ -280,14 +282,15 @@ class PagedExperts:
         assert total is not None
         return total
 
-    def _bring_in(self, ops: Ops, routing: Routing) -> None:
-        """Decide and copy on the device."""
-        if ops.name == "triton":
-            decide_triton(routing.experts, self.state)
-            bring_in_triton(self.store, self.slots, self.state)
-        else:
-            decide_torch(routing.experts, self.state)
-            bring_in_torch(self.store, self.slots, self.state)
+    def _bring_in(self, ops: Ops, routing: Routing) -> Tensor:
+        """Decide and copy on the device; gives tiles that name slots."""
+        triton = ops.name == "triton"
+        decide, copy = (
+            (decide_triton, bring_in_triton) if triton else (decide_torch, bring_in_torch)
+        )
+        tiles = decide(routing.experts, routing.tiles, self.state)
+        copy(self.store, self.slots, self.state)
+        return tiles
 
     def _named(self, ops: Ops, routing: Routing) -> Routing:
         """The routing with slots instead of experts in its tiles."""
@@ -335,10 +338,9 @@ class PagedExperts:
         found = torch.ones_like(wanted)
         found[list(coming)] = 0
         found[-1] = 0
-        hits = (wanted * found).sum()
-        news = hits.new_tensor([1, 0, len(coming), 0])
-        news[HITS] = hits
-        self.state.counters.add_(news.int())
+        self.state.counters[STEP] += 1
+        self.state.counters[HITS] += (wanted * found).sum()
+        self.state.counters[MISSES] += len(coming)
 
     def _placed(self, ops: Ops, routing: Routing, places: list[int]) -> Routing:
         """The part of a routing that goes to experts with a place, by places."""
@@ -425,8 +427,8 @@ class PagedExperts:
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far; waits for the device."""
-        _, hits, misses, _ = self.state.counters.tolist()
-        return hits, misses
+        found = self.state.counters.tolist()
+        return found[HITS], found[MISSES]
 
     def read_residency(self) -> Residency:
         """Take the device's tables over; waits for the device (J6)."""
@@ -434,16 +436,20 @@ class PagedExperts:
         residency.slot_expert = self.state.slot_expert.tolist()
         residency.expert_slot = self.state.expert_slot.tolist()
         residency.last_use = self.state.last_use.tolist()
-        residency.step, residency.hits, residency.misses, _ = self.state.counters.tolist()
+        residency.early = [bool(flag) for flag in self.state.early.tolist()]
+        residency.step, residency.hits, residency.misses, _, *more = self.state.counters.tolist()
+        residency.ahead, residency.ahead_hits = more
         return residency
 
     def write_residency(self, residency: Residency) -> None:
         """Give the host's tables to the device."""
-        numbers = [residency.step, residency.hits, residency.misses, 0]
+        r = residency
+        numbers = [r.step, r.hits, r.misses, 0, r.ahead, r.ahead_hits]
         for tensor, values in (
             (self.state.slot_expert, residency.slot_expert),
             (self.state.expert_slot, residency.expert_slot),
             (self.state.last_use, residency.last_use),
+            (self.state.early, residency.early),
             (self.state.counters, numbers),
         ):
             tensor.copy_(torch.tensor(values, dtype=torch.int32))

@@ -35,6 +35,9 @@ class Residency:
         step: waves so far.
         hits: experts a wave found resident.
         misses: experts a wave had to bring in.
+        early: whether each slot was filled ahead and not asked for since.
+        ahead: experts brought in ahead.
+        ahead_hits: of them, those that the next wave asked for.
 
     Args:
         num_experts: E.
@@ -50,6 +53,9 @@ class Residency:
         self.step = 0
         self.hits = 0
         self.misses = 0
+        self.early = [False] * num_slots
+        self.ahead = 0
+        self.ahead_hits = 0
 
     @property
     def num_slots(self) -> int:
@@ -81,19 +87,50 @@ class Residency:
             if slot != ABSENT:
                 self.last_use[slot] = self.step
                 self.hits += 1
+                self.ahead_hits += self.early[slot]
+        self.early = [False] * self.num_slots
+        missing = [e for e in distinct if self.expert_slot[e] == ABSENT]
+        self.misses += len(missing)
+        return self._move_in(missing, {s for s, u in enumerate(self.last_use) if u == self.step})
+
+    def bring_ahead(self, experts: Sequence[int]) -> list[Move]:
+        """Make experts resident that the next wave may ask for.
+
+        No wave: nothing is counted as found or missed. The slots given up are those that the next
+        wave would give up first, of others than these experts'.
+
+        Args:
+            experts: as in `bring_in`.
+
+        Returns:
+            what is to be copied, in order.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        distinct = list(dict.fromkeys(experts))
+        if len(distinct) > self.num_slots:
+            raise ValueError(f"{len(distinct)} experts ahead for {self.num_slots} slots")
+        missing = [e for e in distinct if self.expert_slot[e] == ABSENT]
+        moves = self._move_in(missing, {self.expert_slot[e] for e in distinct})
+        for move in moves:
+            self.early[move.slot] = True
+        self.ahead += len(moves)
+        return moves
+
+    def _move_in(self, missing: Sequence[int], kept: set[int]) -> list[Move]:
+        """Give absent experts the slots used longest ago that are not among `kept`."""
         moves = []
-        for expert in distinct:
-            if self.expert_slot[expert] != ABSENT:
-                continue
-            self.misses += 1
+        for expert in missing:
             slot = min(
-                (s for s in range(self.num_slots) if self.last_use[s] != self.step),
+                (s for s in range(self.num_slots) if s not in kept),
                 key=lambda s: (self.last_use[s], s),
             )
             self.expert_slot[self.slot_expert[slot]] = ABSENT
             self.slot_expert[slot] = expert
             self.expert_slot[expert] = slot
             self.last_use[slot] = self.step
+            kept.add(slot)
             moves.append(Move(expert, slot))
         return moves
 

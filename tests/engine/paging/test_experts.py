@@ -90,7 +90,7 @@ def test_padding_touches_nothing() -> None:
     parts = run(other, torch.randn(1, D), how)
     assert (parts[:, :TOP_K] == 0).all()
     assert (parts[:, TOP_K] != 0).any()
-    assert other.state.counters.tolist()[1:] == [0, 0, 0]
+    assert not any(other.state.counters.tolist()[1:])
 
 
 def test_layout_keeps_every_tensor_of_an_expert() -> None:

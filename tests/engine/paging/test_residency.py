@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from engine.kernels import paging
 from engine.kernels.paging import MOVES, SlotState
-from engine.plan.residency import ABSENT, Residency
+from engine.plan.residency import ABSENT, Move, Residency
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["torch", "triton"]
@@ -71,25 +72,69 @@ def test_waves_cover_each_expert_once(experts: list[int], slots: int, part: int)
     assert resident == sorted(resident, reverse=True)
 
 
+@given(histories(), st.integers(0, 2**16))
+def test_what_is_brought_ahead_is_no_wave(
+    history: tuple[int, int, list[list[int]]], seed: int
+) -> None:
+    """Tables stay true, waves find or miss what they did not before, and ahead hits are hits (J1, J2)."""
+    experts, slots, waves = history
+    draw = random.Random(seed)
+    residency, counted = Residency(experts, slots), 0
+    for wave in waves:
+        guess = draw.sample(range(experts), draw.randint(0, slots))
+        before = residency.hits, residency.misses, residency.step
+        residency.bring_ahead(guess)
+        residency.check_integrity()
+        assert before == (residency.hits, residency.misses, residency.step)
+        assert set(guess) <= set(residency.slot_expert)
+        found = len(set(wave) & set(residency.slot_expert))
+        hits = residency.hits
+        residency.bring_in(wave)
+        residency.check_integrity()
+        assert set(wave) <= set(residency.slot_expert)
+        assert residency.hits - hits == found
+        counted += len(set(wave))
+    assert residency.hits + residency.misses == counted
+    assert residency.ahead_hits <= min(residency.ahead, residency.hits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=15)
-@given(history=histories())
-def test_device_chooses_as_the_host(kind: str, history: tuple[int, int, list[list[int]]]) -> None:
-    """The tables on the device follow the host's step by step, moves included (J6)."""
+@given(history=histories(), seed=st.integers(0, 2**16))
+def test_device_chooses_as_the_host(
+    kind: str, history: tuple[int, int, list[list[int]]], seed: int
+) -> None:
+    """The tables on the device follow the host's step by step, moves included, ahead or not (J6)."""
     experts, slots, waves = history
+    draw = random.Random(seed)
     residency, state = Residency(experts, slots), SlotState.make(experts, slots, DEVICE)
-    decide = getattr(paging, f"decide_{kind}")
-    for wave in waves:
-        padded = torch.tensor([*wave, -1], dtype=torch.int32, device=DEVICE)
-        moves = residency.bring_in(wave)
-        decide(padded, state)
+
+    def agree(moves: list[Move]) -> None:
         assert state.slot_expert.tolist() == residency.slot_expert
         assert state.expert_slot.tolist() == residency.expert_slot
         assert state.last_use.tolist() == residency.last_use
-        counters = [residency.step, residency.hits, residency.misses, len(moves)]
-        assert state.counters.tolist() == counters
+        assert [bool(flag) for flag in state.early.tolist()] == residency.early
+        r = residency
+        numbers = [r.step, r.hits, r.misses, len(moves), r.ahead, r.ahead_hits]
+        assert state.counters.tolist() == numbers
         found = state.moves[: state.counters[MOVES]].tolist()
         assert found == [[m.expert, m.slot] for m in moves]
+
+    for wave in waves:
+        if draw.random() < 0.5:
+            guess = draw.sample(range(experts), draw.randint(1, slots))
+            moves = residency.bring_ahead(guess)
+            given = torch.tensor([*guess, -1], dtype=torch.int32, device=DEVICE)
+            getattr(paging, f"bring_ahead_{kind}")(given, state)
+            agree(moves)
+        padded = torch.tensor([[*wave, -1]], dtype=torch.int32, device=DEVICE)
+        tiles = torch.stack([padded[0], padded[0] * 3, padded[0] * 0 + 1], 1)
+        moves = residency.bring_in(wave)
+        named = getattr(paging, f"decide_{kind}")(padded, tiles, state)
+        agree(moves)
+        slots_of = [residency.expert_slot[e] for e in wave]
+        assert named[:, 0].tolist() == [*slots_of, -1]
+        assert torch.equal(named[:, 1:], tiles[:, 1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,12 +148,14 @@ def test_slots_hold_the_stores_bytes(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
         wave = torch.randperm(experts, generator=generator)[:slots].int().to(DEVICE)
-        getattr(paging, f"decide_{kind}")(wave, state)
+        tiles = torch.stack([wave, wave, wave], 1)
+        named = getattr(paging, f"decide_{kind}")(wave, tiles, state)
         getattr(paging, f"bring_in_{kind}")(store, table, state)
         held = state.slot_expert.long().cpu()
         assert torch.equal(table.cpu(), store[held])
         names = getattr(paging, f"slots_of_{kind}")(wave, state)
         assert torch.equal(state.slot_expert[names.long()], wave)
+        assert torch.equal(named[:, 0], names)
 
 
 def test_a_copy_that_is_left_out_is_seen() -> None:
@@ -116,7 +163,7 @@ def test_a_copy_that_is_left_out_is_seen() -> None:
     store = torch.arange(7, dtype=torch.uint8)[:, None].expand(7, 16).contiguous()
     table = store[:3].clone()
     state = SlotState.make(7, 3, "cpu")
-    paging.decide_torch(torch.tensor([5], dtype=torch.int32), state)
+    paging.decide_torch(torch.tensor([5], dtype=torch.int32), torch.zeros(1, 3).int(), state)
     assert not torch.equal(table, store[state.slot_expert.long()])
     stale = replace(state, counters=state.counters.clone())
     paging.bring_in_torch(store, table, stale)
