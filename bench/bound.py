@@ -39,6 +39,7 @@ def experts_touched(model: FastModel, rows: Rows, pool: KVPool) -> list[int]:
 def bound_ms(
     config: ModelConfig,
     weights: PackedWeights,
+    pool: KVPool,
     batch: int,
     context: int,
     touched: Sequence[int],
@@ -48,6 +49,7 @@ def bound_ms(
     Args:
         config: of the model.
         weights: its weights.
+        pool: whose rows are read, as wide as they lie there.
         batch: sequences.
         context: tokens of each.
         touched: experts that each layer reads.
@@ -68,12 +70,20 @@ def bound_ms(
     fixed = weights.nbytes - routed - tables - ids - weights.embed.nbytes
     kv = 0
     for layer in c.layers:
-        kv += min(context, c.sliding_window)
-        if layer.ratio:
+        kv += min(context, c.sliding_window) * _row_bytes(pool.window[layer.index])
+        if layer.kv_source is not None:
             visible = context // layer.ratio
-            kv += visible if layer.index_source is None else min(visible, c.index_topk)
-    nbytes = fixed + sum(touched) * per_expert + batch * kv * c.head_dim * 2
+            seen = visible if layer.index_source is None else min(visible, c.index_topk)
+            kv += seen * _row_bytes(pool.entries[layer.kv_source])
+            if layer.owns_index and visible > c.index_topk:
+                kv += visible * _row_bytes(pool.index_keys[layer.kv_source])
+    nbytes = fixed + sum(touched) * per_expert + batch * kv
     return nbytes / READ_BANDWIDTH * 1e3
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    """Bytes of one row of a pool's tensor [.., row]."""
+    return tensor.shape[-1] * tensor.itemsize
 
 
 def prompt_flops(config: ModelConfig, weights: PackedWeights, length: int) -> float:

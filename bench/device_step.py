@@ -283,7 +283,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 rows = bench.rows(batch, n)
                 touched = experts_touched(bench.model, rows, bench.pool)
                 times, kernels = bench.time_steps(rows, args.repeats, args.steps)
-                bound = bound_ms(bench.config, bench.model.weights, batch, n, touched)
+                bound = bound_ms(bench.config, bench.model.weights, bench.pool, batch, n, touched)
                 found = spread(times, 4)
                 row = {
                     "bench": "step",

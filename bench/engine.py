@@ -198,7 +198,9 @@ class Engine:
         with torch.inference_mode():
             rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)
             touched = experts_touched(self._model, rows, self._pool)
-        return touched, bound_ms(self._model.config, self._model.weights, batch, context, touched)
+        return touched, bound_ms(
+            self._model.config, self._model.weights, self._pool, batch, context, touched
+        )
 
     def begin_anew(self, *, prefix_cache: bool = True, mixed: int | None = None) -> None:
         """Forget all requests; the same memory serves, perhaps under other limits."""
