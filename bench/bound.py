@@ -76,6 +76,8 @@ def bound_ms(
             seen = visible if layer.index_source is None else min(visible, c.index_topk)
             kv += seen * _row_bytes(pool.entries[layer.kv_source])
             if layer.owns_index and visible > c.index_topk:
+                if layer.reads_candidates:
+                    visible = min(visible, c.candidate_topk_blocks * c.candidate_block_size)
                 kv += visible * _row_bytes(pool.index_keys[layer.kv_source])
     nbytes = fixed + sum(touched) * per_expert + batch * kv
     return nbytes / READ_BANDWIDTH * 1e3
