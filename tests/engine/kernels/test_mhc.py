@@ -62,12 +62,16 @@ def agree(got: mhc.HcIn, twin: mhc.HcIn, dtype: torch.dtype) -> None:
     for name in FIELDS:
         a, b = getattr(got, name), getattr(twin, name)
         if dtype == torch.bfloat16 and name in ("x", "xq"):
-            # One step of the format: a value beside a boundary may fall to either side.
-            step = 2.0**-7 if name == "x" else 2.0**-3
+            # A value beside a boundary may fall to either side: the weighted sum, and once more
+            # its norm, by a step of bfloat16; what is rounded to FP8 by a step of that.
+            step = 2.0**-6 if name == "x" else 2.0**-3
             torch.testing.assert_close(
                 a, b, atol=1e-3, rtol=step, msg=lambda m, n=name: f"{n}: {m}"
             )
             assert (a != b).float().mean() < 0.02, name
+            if name == "x":  # hardly ever both
+                far = (a.float() - b.float()).abs() > 2.0**-7 * b.float().abs() + 1e-3
+                assert far.float().mean() < 1e-4
         elif name == "xq":
             torch.testing.assert_close(a, b, atol=1e-5, rtol=2.0**-3)
             assert ((a - b).abs() > 1e-5).float().mean() < 0.01
