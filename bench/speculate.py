@@ -1,85 +1,183 @@
-"""Speculative decoding on the GPU at a stated acceptance, beside plain decoding of the same model.
+"""Speculative decoding through the engine at a stated acceptance, beside plain decoding of the same model.
 
-    python -m bench.speculate --geometry v41-8l --acceptance 3.5
+    python -m bench.speculate --geometry v41-8l --acceptance 3.5 --batch 1,4
+    python -m bench.speculate --geometry v4-flash-8l --acceptance 1.8
 
 FOR SPEED ONLY. Weights are drawn from a seed, so no draft would ever be right: every step yields the
-stated number of tokens on average whether or not the draft agrees
-(engine.model.speculate.Speculator's fixed_acceptance). Draft (three DSpark stages, block of five),
-verification, sampling, counting and the stores of what counts run as they would in service, captured in one CUDA graph.
+stated number of tokens on average whether or not the draft agrees (engine.model.speculate's
+fixed_acceptance), and the tokens are not those of the model. All else runs as in service: scheduler,
+captured steps of draft, verification, sampling, counting and the stores of what counts, one
+transfer to the host, deltas. Plain decoding is the engine without a drafter, one step ahead.
 
-Rows, bench "speculate": ms_step, tokens a step, tok_s, and plain_tok_s of the same run.
+V4.1 shapes get the published DSpark stages, V4 shapes an MTP stage. Rows, bench "speculate": tok_s,
+ms_step and acceptance_length of the speculative engine, plain_tok_s, and how many times plain that is.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-from collections.abc import Callable
+import statistics
+import time
 from typing import Any
 
-import numpy as np
 import torch
 
-from bench.device_step import BLOCK
 from bench.geometries import GEOMETRIES
-from bench.rows import fill_finite, make_rows, spread, write_rows
+from bench.rows import make_rows, spread, write_rows
+from engine.api import GenerateRequest, SamplingParams
 from engine.config import ModelConfig
+from engine.core import EngineCore
+from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
-from engine.device.rows import build_rows
-from engine.kernels.ops import ops
-from engine.kernels.rows import Rows
+from engine.model.drafting import Drafter
 from engine.model.dspark import Dspark
-from engine.model.fast import FastModel
-from engine.model.packed import RandomSource, pack, pack_dspark
+from engine.model.fast import FastModel, random_fast_model
+from engine.model.mtp import Mtp
+from engine.model.packed import RandomSource, pack_dspark, pack_mtp
 from engine.model.placement import Placement
-from engine.model.speculate import Speculator, Wanted
-from engine.plan.step import Chunk
+from engine.model.speculate import Speculator
+from engine.options import EngineConfig
+from engine.speculation import draft_tokens, drafter_in
 
-STAGES, BLOCK_SIZE, CONTEXT = 3, 5, 4096
+BLOCK, PROMPT, NEW, WARM_UPS = 256, 128, 256, 1
+#: Sizes of the published draft stages: V4.1's DSpark, V4's MTP.
+DSPARK = {
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_markov_rank": 256,
+    "dspark_n_routed_experts": 128,
+    "dspark_num_experts_per_tok": 3,
+}
+MTP = {"num_nextn_predict_layers": 1}
 
 
 def with_draft(name: str) -> ModelConfig:
-    """A V4.1 shape with the published draft stages."""
+    """A shape with the published draft stages of its version."""
     config: dict[str, Any] = copy.deepcopy(GEOMETRIES[name])
-    text = config["text_config"]
+    text = config.get("text_config", config)
     layers = text["num_hidden_layers"]
-    text |= {
-        "num_nextn_predict_layers": STAGES,
-        "compress_ratios": [*text["compress_ratios"], *[0] * STAGES],
-        "dspark_block_size": BLOCK_SIZE,
-        "dspark_noise_token_id": 128799,
-        "dspark_target_layer_ids": [layers - 3, layers - 2, layers - 1],
-        "dspark_markov_rank": 256,
-        "dspark_n_routed_experts": 128,
-        "dspark_num_experts_per_tok": 3,
-    }
+    text |= DSPARK if "text_config" in config else MTP
+    backbone = text["compress_ratios"][:layers]
+    text["compress_ratios"] = [*backbone, *[0] * text["num_nextn_predict_layers"]]
+    if "text_config" in config:
+        text["dspark_target_layer_ids"] = [layers - 3, layers - 2, layers - 1]
     return ModelConfig.from_dict(config)
 
 
-def time_graph(step: Callable[[], None], rows: Rows, steps: int, repeats: int) -> list[float]:
-    """Milliseconds of a captured step, one figure a repeat."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    start, found = rows.starts.clone(), []
-    for repeat in range(repeats + 1):
-        rows.positions.copy_(start)
-        rows.starts.copy_(start)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(steps):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat:
-            found.append(begin.elapsed_time(end) / steps)
-    return found
+def random_drafter(model: FastModel, device: torch.device) -> Drafter:
+    """Draft stages of the model's shape, drawn from a seed."""
+    source, placement = RandomSource(model.config, device), Placement(device=device, pin=False)
+    if model.config.dspark is not None:
+        return Dspark(model, pack_dspark(model.config, source, placement, plain=model.dtype))
+    return Mtp(model, pack_mtp(model.config, source, placement, plain=model.dtype))
+
+
+def make_engine(
+    model: FastModel, device: torch.device, streams: int, speculator: Speculator | None
+) -> EngineCore:
+    """An engine whose streams have room for a prompt and its reply."""
+    options = EngineConfig(
+        max_model_len=PROMPT + NEW,
+        max_num_seqs=streams,
+        max_batched_tokens=max(1024, streams + 1),
+        block_size=BLOCK,
+        num_blocks=2 * streams * -(-(PROMPT + NEW) // BLOCK),
+        prefix_cache=False,
+    )
+    pool = KVPool(
+        model.config,
+        num_blocks=options.resolve_num_blocks(PROMPT + NEW) + 1,
+        block_size=BLOCK,
+        num_slots=options.resolve_num_slots(),
+        device=device,
+        dtype=model.dtype,
+        forms=model.forms,
+        ring_history=True,
+        drafting="off" if speculator is None else drafter_in(model.config),
+    )
+    runner = FastRunner(
+        model,
+        pool,
+        device,
+        max_model_len=PROMPT + NEW,
+        max_num_seqs=streams,
+        captures=device.type == "cuda",
+        speculator=speculator,
+    )
+    return EngineCore(runner, options, max_position_embeddings=PROMPT + NEW)
+
+
+def pace(core: EngineCore, batch: int, repeats: int, vocab: int) -> tuple[list[float], list[float]]:
+    """Tokens per second of streams that start together, and milliseconds of their steps."""
+    rates, steps = [], []
+    for repeat in range(WARM_UPS + repeats):
+        for number in range(batch):
+            ids = tuple((7919 * (i + 1) * (number + 1) + repeat) % vocab for i in range(PROMPT))
+            sampling = SamplingParams(NEW, temperature=0.0, ignore_eos=True)
+            core.submit(GenerateRequest(f"{repeat}-{number}", ids, sampling))
+        begun, since, count, calls = set[str](), 0.0, 0, 0
+        while core.has_work:
+            deltas = core.step()
+            now = time.perf_counter()
+            if len(begun) == batch:
+                count, calls = count + sum(len(delta.token_ids) for delta in deltas), calls + 1
+            begun.update(delta.request_id for delta in deltas)
+            if len(begun) == batch and not since:
+                since = now
+            if any(delta.finish_reason is not None for delta in deltas):
+                break
+        while core.has_work:
+            core.step()
+        if repeat >= WARM_UPS:
+            rates.append(count / (now - since))
+            steps.append((now - since) * 1e3 / calls)
+    return rates, steps
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of all batch sizes."""
+    config = with_draft(args.geometry)
+    drafts, vocab = draft_tokens(config, drafter_in(config)), config.vocab_size
+    model = random_fast_model(
+        config,
+        kernels="triton" if device.type == "cuda" else "torch",
+        device=device,
+        max_model_len=PROMPT + NEW + drafts,
+    )
+    most = max(args.batch)
+    core = make_engine(model, device, most, None)
+    plain = {batch: pace(core, batch, args.repeats, vocab) for batch in args.batch}
+    del core
+    model.drafter = random_drafter(model, device)
+    speculator = Speculator(model, model.drafter, fixed_acceptance=args.acceptance)
+    core = make_engine(model, device, most, speculator)
+    rows = []
+    for batch in args.batch:
+        before = core.stats().speculation
+        rates, steps = pace(core, batch, args.repeats, vocab)
+        after, (plain_rates, plain_steps) = core.stats().speculation, plain[batch]
+        taken = sum(after.lengths) - sum(before.lengths)
+        row = {
+            "bench": "speculate",
+            "geometry": args.geometry,
+            "mode": f"fixed acceptance {args.acceptance}",
+            "drafter": drafter_in(config),
+            "batch": batch,
+            "prompt_tokens": PROMPT,
+            "new_tokens": NEW,
+            "block": drafts,
+            "acceptance_length": round(1 + (after.accepted - before.accepted) / max(1, taken), 3),
+            "ms_step": spread(steps, 4),
+            "tok_s": spread(rates, 1),
+            "plain_ms_step": spread(plain_steps, 4),
+            "plain_tok_s": spread(plain_rates, 1),
+            "times_plain": round(statistics.median(rates) / statistics.median(plain_rates), 3),
+        }
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -87,82 +185,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--geometry", default="v41-8l")
+    parser.add_argument("--geometry", default="v41-8l", choices=sorted(GEOMETRIES))
     parser.add_argument("--acceptance", type=float, default=3.5, help="tokens a step, on average")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batch", default=(1,), type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--out", default="", help="file of rows under bench/results, none by default"
     )
     args = parser.parse_args()
-    config, device = with_draft(args.geometry), torch.device("cuda")
-    source, placement = RandomSource(config, device), Placement(device=device, pin=False)
-    assert config.engram is not None
-    fold = np.arange(config.vocab_size) % config.engram.compressed_vocab_size
-    model = FastModel(
-        config,
-        pack(config, source, placement),
-        ops("triton"),
-        fold=fold,
-        round_trips=True,
-        max_model_len=CONTEXT + 64,
-    )
-    draft = Dspark(model, pack_dspark(config, source, placement))
-    blocks = CONTEXT // BLOCK + 2
-    pool = KVPool(
-        config, num_blocks=blocks + 1, block_size=BLOCK, num_slots=2, device=device,
-        dtype=torch.bfloat16, forms=model.forms, ring_history=True, draft_stages=STAGES,
-    )  # fmt: skip
-    for tensor in (*pool.window, *pool.draft, *pool.entries.values(), *pool.index_keys.values()):
-        fill_finite(tensor)
-    chunk = Chunk("s", 1, 256, (11,), tuple(range(1, blocks + 1)), True)
-    rows, _ = build_rows([chunk], block_size=BLOCK, device=device)
-    rows = dataclasses.replace(rows, max_end=CONTEXT, spans=())
-    model.tapped = ()
-
-    def plain() -> None:
-        rows.ids.copy_(model.decode(rows, pool).argmax(-1))
-        rows.positions.add_(1)
-        rows.starts.add_(1)
-
-    alone = spread(time_graph(plain, rows, args.steps, args.repeats), 4)
-    assert config.dspark is not None
-    model.tapped = config.dspark.target_layer_ids
-    speculator = Speculator(model, draft, fixed_acceptance=args.acceptance)
-
-    def one(value: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([value], dtype=dtype, device=device)
-
-    wanted = Wanted(
-        temperature=one(0.0, torch.float64),
-        top_p=one(1.0, torch.float64),
-        seeds=one(0, torch.int64),
-        index=one(0, torch.int32),
-        left=one(1 << 30, torch.int32),
-        ends=one(1, torch.int64),
-        ends_count=torch.zeros(1, dtype=torch.bool, device=device),
-    )
-
-    def speculative() -> None:
-        step = speculator.step(rows, pool, wanted)
-        last = (step.counts - 1).clamp(min=0).long()
-        rows.ids.copy_(step.ids.gather(1, last[:, None])[:, 0])
-        rows.positions.add_(step.counts)
-        rows.starts.add_(step.counts)
-        wanted.index.add_(step.counts)
-
-    found = spread(time_graph(speculative, rows, args.steps, args.repeats), 4)
-    tok_s = args.acceptance * 1e3 / found["median"]
-    row = {
-        "bench": "speculate", "geometry": args.geometry, "mode": f"fixed acceptance {args.acceptance}",
-        "batch": 1, "prompt_tokens": 256, "block": BLOCK_SIZE, "ms_step": found,
-        "plain_ms_step": alone, "tok_s": round(tok_s, 1),
-        "plain_tok_s": round(1e3 / alone["median"], 1),
-        "times_plain": round(tok_s * alone["median"] / 1e3, 2),
-    }  # fmt: skip
-    print(row, flush=True)
+    rows = measure(args, torch.device(args.device))
     if args.out:
-        write_rows(args.out, make_rows("bench.speculate", "cuda", [row]))
+        write_rows(args.out, make_rows("bench.speculate", args.device, rows))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ in a process that may never touch torch. Everything here is a frozen value; a fi
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -204,6 +204,55 @@ class TokenDelta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculative decoding has come to since the start.
+
+    Args:
+        drafted: tokens drafted.
+        accepted: of them, those that the model's own draws agreed with.
+        lengths: lengths[k] is how many verifications yielded k + 1 tokens: k accepted ones and the
+            token drawn after them.
+        plain_rows: decode rows that took no part although the engine drafts, by reason.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    lengths: tuple[int, ...] = ()
+    plain_rows: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a verification, on average; 0 before the first."""
+        count = sum(self.lengths)
+        return 1 + self.accepted / count if count else 0.0
+
+    def plus(
+        self, size: int, accepted: Sequence[int], plain_rows: Mapping[str, int]
+    ) -> SpeculationStats:
+        """Add a step.
+
+        Args:
+            size: tokens of each draft.
+            accepted: tokens taken of each draft.
+            plain_rows: as above.
+        """
+        if not accepted and not plain_rows:
+            return self
+        lengths = [*self.lengths, *[0] * (size + 1 - len(self.lengths))]
+        for count in accepted:
+            lengths[count] += 1
+        rows = dict(self.plain_rows)
+        for reason, number in plain_rows.items():
+            rows[reason] = rows.get(reason, 0) + number
+        return SpeculationStats(
+            self.drafted + size * len(accepted),
+            self.accepted + sum(accepted),
+            tuple(lengths),
+            rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for /metrics and tests; counts of requests, blocks and tokens.
 
@@ -221,6 +270,7 @@ class EngineStats:
         cached_blocks: blocks that only the prefix cache holds.
         snapshots: states the prefix cache keeps.
         evictions: snapshots dropped since the start.
+        speculation: of drafted tokens; all zero where none are drafted.
         tail_rows: by mode, rows of prompts that the last layers processed and rows that they left
             out; what is processed again after a preemption counts again.
         alive: whether requests can be served.
@@ -239,6 +289,7 @@ class EngineStats:
     cached_blocks: int = 0
     snapshots: int = 0
     evictions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     tail_rows: tuple[tuple[PrefillMode, int, int], ...] = ()
     alive: bool = True
 

@@ -2,7 +2,7 @@
 
 Every variant is the engine as configured with one switch turned over, so that a row says what that
 part is worth here: graphs, fused kernels, lookahead, prefix cache, replay of prompts and graphs of
-their tails. Each is loaded alone, warmed up, and given the same prompts (random ids, or ids from a file), cold and then warm:
+their tails, speculation. Each is loaded alone, warmed up, and given the same prompts (random ids, or ids from a file), cold and then warm:
 the same prompts with a new end, as an agent's next turn has. Written to a folder: report.md with the
 tables, audit.json with every number, one SVG plot per figure.
 """
@@ -31,7 +31,9 @@ from engine.config import ModelConfig
 from engine.core import EngineCore, load_engine
 from engine.expert_paging import experts_of
 from engine.options import EngineConfig
+from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
+from engine.speculation import drafter_in
 
 #: Tokens that a warm prompt adds to the cold one's.
 TURN = 32
@@ -72,7 +74,11 @@ class Timing:
 
 
 def variants(
-    options: EngineConfig, *, has_tail: bool, slots: int | None = None
+    options: EngineConfig,
+    *,
+    has_tail: bool,
+    slots: int | None = None,
+    drafter: Drafting = "off",
 ) -> dict[str, EngineConfig]:
     """Name -> options of everything that is compared.
 
@@ -81,6 +87,7 @@ def variants(
         has_tail: whether the model's prompts can be replayed.
         slots: of each layer's experts, to be compared with all of them on the device; None for a
             model whose experts cannot be paged.
+        drafter: draft stages that the model has.
     """
 
     def turned(**changes: Any) -> EngineConfig:
@@ -103,6 +110,10 @@ def variants(
         )
     elif slots is not None and fast:
         found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)
+    if options.speculation != "off":
+        found["speculation off"] = turned(speculation="off")
+    elif drafter != "off" and fast:
+        found[f"speculation {drafter}"] = turned(speculation=drafter)
     found[f"prefix cache {'off' if options.prefix_cache else 'on'}"] = turned(
         prefix_cache=not options.prefix_cache
     )
@@ -153,7 +164,8 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
     rows: list[dict[str, Any]] = []
     scores: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    for name, changed in variants(options, has_tail=has_tail, slots=slots).items():
+    compared = variants(options, has_tail=has_tail, slots=slots, drafter=drafter_in(config))
+    for name, changed in compared.items():
         _forget()
         begin = time.perf_counter()
         try:

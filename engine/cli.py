@@ -21,6 +21,7 @@ from engine.memory import MemoryPlan, container_memory, plan_memory
 from engine.model.names import part
 from engine.options import EngineConfig
 from engine.plan.replay import tail_problems
+from engine.speculation import speculation_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--host-gb", type=float, metavar="Y", help="instead of the container's limit")
     plan.add_argument("--context", type=int, metavar="N", help="tokens; the model's own by default")
     plan.add_argument("--concurrency", type=int, metavar="M", help="requests at once")
+    plan.add_argument(
+        "--speculation",
+        choices=("off", "dspark", "mtp"),
+        default="off",
+        help="count draft stages and what they keep (with --gpu-gb)",
+    )
     plan.add_argument(
         "--tail-graphs", action="store_true", help="count captured tails of bounded prompts"
     )
@@ -185,7 +192,13 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--tail-graphs: expected a model whose late layers can leave rows out, got {why[0]}"
         )
-    options = EngineConfig(max_model_len=args.context, tail_graphs=args.tail_graphs)
+    options = EngineConfig(
+        max_model_len=args.context, tail_graphs=args.tail_graphs, speculation=args.speculation
+    )
+    if args.speculation != "off" and args.gpu_gb is None:
+        raise ValueError("--speculation: expected --gpu-gb beside it, got none")
+    for problem in speculation_problems(config, options):
+        raise ValueError(f"--{problem.what}: expected {problem.accepted}, got {problem.seen}")
     if args.concurrency is not None:
         rows = max(options.resolve_max_batched_tokens(), args.concurrency + 1)
         options = dataclasses.replace(

@@ -22,6 +22,7 @@ from engine.api import (
     FinishReason,
     GenerateRequest,
     PromptTooLongError,
+    SpeculationStats,
     TokenDelta,
     TokenLogprob,
     Usage,
@@ -51,6 +52,10 @@ class Runner(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """Whether it launches a step before it has given the results of the one before."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens it drafts after a stream's newest; 0 for none."""
 
     @property
     def weight_locks(self) -> tuple[str, ...]:
@@ -102,6 +107,7 @@ class EngineCore:
         self._completion_tokens = 0
         self._cached_tokens = 0
         self._prefix_hits = 0
+        self._speculation = SpeculationStats()
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +208,11 @@ class EngineCore:
             elif drawn is None:
                 self._scheduler.commit(chunk, None)
             else:
-                deltas.append(self._commit(chunk, drawn))
+                further = result.further.get(chunk.request_id, ())
+                deltas.append(self._commit(chunk, drawn, further))
+        self._speculation = self._speculation.plus(
+            result.drafted, [len(more) for more in result.further.values()], result.plain_rows
+        )
         return deltas
 
     def stats(self) -> EngineStats:
@@ -222,6 +232,7 @@ class EngineCore:
             cached_blocks=scheduler.blocks.num_idle,
             snapshots=len(scheduler.prefix),
             evictions=scheduler.prefix.num_evictions,
+            speculation=self._speculation,
             tail_rows=tuple((mode, *rows) for mode, rows in list(scheduler.tail_rows.items())),
         )
 
@@ -298,6 +309,7 @@ class EngineCore:
             max_snapshots=options.resolve_max_snapshots(),
             salt=salt,
             lookahead=runner.looks_ahead,
+            drafts=runner.num_drafts,
             replay=self._replay,
         )
 
@@ -328,20 +340,21 @@ class EngineCore:
         self._prompt_scores.setdefault(chunk.request_id, {}).update(scores)
         return not any(math.isnan(score.logprob) for score in scores.values())
 
-    def _commit(self, chunk: Chunk, drawn: Sample) -> TokenDelta:
+    def _commit(self, chunk: Chunk, drawn: Sample, further: Sequence[Sample]) -> TokenDelta:
         request_id = chunk.request_id
         state = self._scheduler.get(request_id)
-        reason = self._scheduler.commit(chunk, drawn.token_id)
-        self._completion_tokens += 1
-        is_first = state.num_generated == 1
+        is_first = not state.num_generated
+        more = tuple(sample.token_id for sample in further)
+        reason = self._scheduler.commit(chunk, drawn.token_id, more)
+        self._completion_tokens += 1 + len(more)
         if is_first:
             self._prompt_tokens += state.num_prompt
             self._cached_tokens += state.cached_tokens
             self._prefix_hits += state.cached_tokens > 0
         return TokenDelta(
             request_id=request_id,
-            token_ids=(drawn.token_id,),
-            logprobs=None if drawn.logprob is None else (drawn.logprob,),
+            token_ids=(drawn.token_id, *more),
+            logprobs=_logprobs((drawn, *further)),
             finish_reason=reason,
             usage=_usage(state) if is_first or reason is not None else None,
             prompt_logprobs=self._take_prompt_scores(state.request) if is_first else None,
@@ -393,6 +406,12 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
         replay=built.replay,
         source=Source(path, options),
     )
+
+
+def _logprobs(samples: Sequence[Sample]) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities of all samples of a request, which asked for them or did not."""
+    found = tuple(sample.logprob for sample in samples if sample.logprob is not None)
+    return found or None
 
 
 def _usage(state: RequestState) -> Usage:

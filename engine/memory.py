@@ -15,11 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import ModelConfig
-from engine.model.names import FP4_GROUP, TABLE_GROUP, TensorSpec, part, tensor_specs
+from engine.model.names import (
+    DSPARK_UNUSED,
+    FP4_GROUP,
+    MTP_UNUSED,
+    TABLE_GROUP,
+    TensorSpec,
+    part,
+    tensor_specs,
+)
 from engine.options import TAIL_BUCKETS, EngineConfig, buckets_up_to
-from engine.plan.layout import Group, PoolTensor, pool_tensors
+from engine.plan.layout import Drafting, Group, PoolTensor, pool_tensors
 from engine.plan.records import Forms, forms_of
 from engine.plan.replay import tail_of
+from engine.speculation import draft_tokens, drafting_of, speculative_buckets
 
 #: Share of a budget that is left to activations, the allocator and kernels. A rule of thumb.
 RESERVE = 0.1
@@ -37,10 +46,14 @@ _GROUPS: dict[Group, str] = {
     "window": "window rings",
     "state": "compressor state",
     "index_state": "index compressor state",
+    "draft": "window rings of draft stages",
+    "carry": "streams between draft stages",
     "history": "n-gram history",
     "entries": "compressed entries",
     "index_keys": "index keys",
 }
+#: Who drafts -> why its weights are not read otherwise.
+_DRAFTS: dict[Drafting, str] = {"dspark": DSPARK_UNUSED, "mtp": MTP_UNUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +167,9 @@ def plan_memory(
     context = options.resolve_max_model_len(config.max_position_embeddings)
     num_blocks = options.resolve_num_blocks(context)
     forms = forms_of(is_v41=config.is_v41, is_quantised=packed and config.is_quantised)
-    parts = list(pool_tensors(config, options.block_size, itemsize, forms))
-    weights = _packed_weights(config, itemsize) if packed else _weights(config, itemsize)
+    drafting = drafting_of(options)
+    parts = list(pool_tensors(config, options.block_size, itemsize, forms, drafting))
+    weights = _packed_weights(config, itemsize, drafting) if packed else _weights(config, itemsize)
     steps = (*_steps(config, options, context), *_tails(config, options, context)) if packed else ()
     items = (*weights, *_pools(parts, forms, options, num_blocks, itemsize, packed=packed), *steps)
     return MemoryPlan(
@@ -194,13 +208,14 @@ def _weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:
         yield Item("host", "Engram tables", tables, "mapped from disk, read row by row")
 
 
-def _packed_weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:
+def _packed_weights(config: ModelConfig, itemsize: int, drafting: Drafting) -> Iterator[Item]:
     """Weights as engine.model.packed holds them; official checkpoints pack linears and experts."""
     sizes: defaultdict[str, int] = defaultdict(int)
     tensors: defaultdict[str, int] = defaultdict(int)
     for name, spec in tensor_specs(config).items():
         # Multiplied into others at load: scales of streams, and one of Engram's gate weights.
-        if spec.unused or name.endswith(("_scale", ".k_weight")):
+        unused = spec.unused and spec.unused != _DRAFTS.get(drafting)
+        if unused or name.endswith(("_scale", ".k_weight")):
             continue
         sizes[part(name)] += _packed_size(config, name, spec, itemsize)
         tensors[part(name)] += 1
@@ -247,6 +262,16 @@ def _steps(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
         sum(buckets) * config.vocab_size * 4,
         f"float32 of {', '.join(map(str, buckets))} rows",
     )
+    drafts = draft_tokens(config, drafting_of(options))
+    if drafts:
+        fitting = speculative_buckets(buckets, drafts)
+        yield Item(
+            "steps",
+            "logits of drafts and verifications",
+            sum(fitting) * (2 * drafts + 1) * config.vocab_size * 4,
+            f"float32 of {', '.join(map(str, fitting))} requests, drafts of {drafts} tokens",
+        )
+    context += drafts
     yield Item(
         "steps",
         "rotary tables",
@@ -330,5 +355,7 @@ def _stored(tensor: PoolTensor, forms: Forms) -> str:
     """How the rows of a pool lie, where they are not plain numbers."""
     if tensor.kind != "bytes":
         return ""
-    form = {"window": forms.window, "entries": forms.entries}.get(tensor.group, forms.index)
+    form = {"window": forms.window, "draft": forms.window, "entries": forms.entries}.get(
+        tensor.group, forms.index
+    )
     return f"{form}, {tensor.shape[-1]} bytes a row; "

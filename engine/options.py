@@ -171,6 +171,15 @@ class EngineConfig:
         " decode steps are captured and prefill is bounded",
         resolvable=True,
     )
+    # Off until a checkpoint's own drafts are measured: how many are taken is a property of its weights.
+    speculation: Literal["off", "auto", "dspark", "mtp"] = _option(
+        "off",
+        "whether tokens are drafted and verified several at a time, to the same tokens: by the"
+        " checkpoint's DSpark or MTP stages, by those it has (auto), or not at all (off). Steps are"
+        " not launched ahead meanwhile",
+        choices=("off", "auto", "dspark", "mtp"),
+        resolvable=True,
+    )
     # Each is as large as a request's own state; three or four per conversation are in use. Blocks
     # that only the cache holds need no room of their own: they are given up when needed.
     max_snapshots: int = _option(

@@ -17,7 +17,9 @@ from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
+from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
+from engine.speculation import drafter_in
 
 #: Values that say "left open".
 _OPEN = ("auto", None)
@@ -35,6 +37,8 @@ class Facts:
         only_fast: why no other runner than the fast one serves it; None where one does.
         eager: why decode steps are not captured; None where they can be.
         eager_tails: why late layers of prompts are not; None where they can be.
+        drafter: draft stages that the model has.
+        undrafted: why they are not run; None where they can be.
     """
 
     gpu: str | None
@@ -44,6 +48,8 @@ class Facts:
     only_fast: str | None = None
     eager: str | None = None
     eager_tails: str | None = None
+    drafter: Drafting = "off"
+    undrafted: str | None = None
 
 
 def facts_of(
@@ -67,6 +73,13 @@ def facts_of(
         only_fast = "experts are paged"
     elif options.record_routing is not None:
         only_fast = "routing is recorded"
+    elif options.speculation in ("dspark", "mtp"):
+        only_fast = "tokens are drafted"
+    undrafted = None
+    if options.record_routing is not None:
+        undrafted = "routing is recorded"
+    elif found.slots:
+        undrafted = "experts are paged"
     if options.record_routing is not None:
         eager = "routing is recorded"
     elif found.slots and found.uses_disk:
@@ -74,7 +87,17 @@ def facts_of(
     tails = eager or ("experts are paged" if found.slots else None)
     if not isinstance(config, ModelConfig) or tail_of(config) is None:
         tails = "no layers can leave rows out"
-    return Facts(gpu, cores, weight_bytes, config.max_position_embeddings, only_fast, eager, tails)
+    return Facts(
+        gpu,
+        cores,
+        weight_bytes,
+        config.max_position_embeddings,
+        only_fast,
+        eager,
+        tails,
+        drafter_in(config),
+        undrafted,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +217,29 @@ def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]
     yield "runner", "fast" if fast else "reference", facts.only_fast or why
     yield "kernels", "triton" if on_gpu else "torch", why
     yield "graphs", on_gpu and facts.eager is None, facts.eager or why
+    yield "speculation", *_drafter(so_far, facts)
     mode, runner = so_far.get("prefill"), so_far.get("runner")
     wanted = mode == "bounded" and runner == "fast" and bool(so_far.get("graphs"))
-    reason = facts.eager_tails or f"prefill is {mode}, {why}"
-    yield "tail_graphs", wanted and facts.eager_tails is None, reason
+    eager = facts.eager_tails
+    if eager is None and so_far.get("speculation") != "off":
+        eager = "drafters read the late layers"
+    yield "tail_graphs", wanted and eager is None, eager or f"prefill is {mode}, {why}"
     options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
     yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why
     rows = so_far.get("max_batched_tokens")
     yield "max_mixed_tokens", min(rows, GPU_MIXED_TOKENS) if on_gpu else rows, why
+
+
+def _drafter(so_far: Resolver, facts: Facts) -> tuple[Drafting, str]:
+    """Who drafts where it is left to us, and why."""
+    runner = so_far.get("runner")
+    if facts.drafter == "off":
+        return "off", "the checkpoint has no draft stages"
+    if facts.undrafted is not None:
+        return "off", facts.undrafted
+    if runner != "fast":
+        return "off", f"runner is {runner}"
+    return facts.drafter, f"the checkpoint has {facts.drafter} stages"
 
 
 def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:

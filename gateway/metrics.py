@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.api import EngineStats
+from engine.api import EngineStats, SpeculationStats
 from parsers.report import Report
 
 #: Seconds; from one step of a fast GPU to a reader's patience.
@@ -181,6 +181,37 @@ class _BackendStats(Collector):
             tail.add_metric((mode, "processed"), processed)
             tail.add_metric((mode, "left_out"), left_out)
         yield tail
+        yield from _speculation(stats.speculation)
         yield GaugeMetricFamily(
             "bathyal_backend_alive", "Whether the backend serves.", int(stats.alive)
         )
+
+
+def _speculation(stats: SpeculationStats) -> Iterable[Metric]:
+    """Drafts of the backend, and how long the runs of tokens are that it takes of them."""
+    yield CounterMetricFamily(
+        "bathyal_backend_drafted_tokens", "Tokens the backend drafted.", stats.drafted
+    )
+    yield CounterMetricFamily(
+        "bathyal_backend_accepted_tokens",
+        "Those of them that the model's own draws agreed with.",
+        stats.accepted,
+    )
+    total, buckets = 0, []
+    for length, count in enumerate(stats.lengths, 1):
+        total += count
+        buckets.append((str(length), total))
+    yield HistogramMetricFamily(
+        "bathyal_backend_acceptance_length",
+        "Tokens of a verification: accepted ones and the one drawn after them.",
+        [*buckets, ("+Inf", total)],
+        total + stats.accepted,
+    )
+    plain = CounterMetricFamily(
+        "bathyal_backend_plain_rows",
+        "Decode rows that took no part in speculation, by reason.",
+        labels=["reason"],
+    )
+    for reason, rows in stats.plain_rows.items():
+        plain.add_metric([reason], rows)
+    yield plain

@@ -201,6 +201,7 @@ class Settings:
     prefix_cache: bool = _engine_option("prefix_cache")
     prefill: Literal["off", "exact", "bounded"] = _engine_option("prefill")
     tail_graphs: bool | None = _engine_option("tail_graphs")
+    speculation: Literal["off", "auto", "dspark", "mtp"] = _engine_option("speculation")
     max_snapshots: int = _engine_option("max_snapshots")
     expert_slots: int | None = _engine_option("expert_slots")
     expert_slots_file: Path | None = _engine_option("expert_slots_file")  # noqa: RUF009 - a declaration, as all

@@ -16,6 +16,7 @@ from engine.api import EngineError
 from engine.architectures import AnyConfig, read_config
 from engine.config import ModelConfig
 from engine.device.fast_runner import FastRunner
+from engine.device.graphs import Captured
 from engine.device.kvpool import KVPool
 from engine.device.qwen_pool import QwenPool
 from engine.device.recorder import RoutingRecorder
@@ -25,12 +26,14 @@ from engine.expert_paging import Paging, paging_of, problems
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
+from engine.model.speculate import Speculator, load_drafter
 from engine.options import DECODE_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
 from engine.plan.records import Forms
 from engine.plan.replay import Replay, tail_of, tail_problems
 from engine.qwen3_config import Qwen3Config
 from engine.resolve import Resolved, facts_of, resolve
+from engine.speculation import draft_tokens, drafting_of, speculation_problems
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +216,7 @@ def _check_reference(config: ModelConfig, options: EngineConfig) -> None:
         EngineError: naming every reason.
     """
     found = Refusals()
-    for p in problems(config, options, 4, None):
+    for p in (*problems(config, options, 4, None), *speculation_problems(config, options)):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     if options.record_routing is not None:
         found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
@@ -247,7 +250,12 @@ def _fast(
     assert options.max_model_len is not None
     paging = paging_of(config, options, dtype.itemsize)
     begin = time.perf_counter()
+    drafting = drafting_of(options)
     model = _load_fast(path, config, options, device, dtype, paging)
+    speculator = None
+    if drafting != "off":
+        assert isinstance(model, FastModel)
+        speculator = Speculator(model, load_drafter(path, model, drafting))
     loaded = time.perf_counter()
     recorder = None
     if options.record_routing is not None:
@@ -266,6 +274,7 @@ def _fast(
         tail_buckets=TAIL_BUCKETS if options.tail_graphs else (),
         captured_rows=paging.most_captured_rows,
         recorder=recorder,
+        speculator=speculator,
     )
     _log_paging(paging, runner)
     if options.kernels == "triton" or options.tail_graphs:
@@ -277,7 +286,7 @@ def _fast(
     )
     _log_captured(runner)
     rounds = model.round_trips if isinstance(model, FastModel) else False
-    salt = salt_of(path, config, options, forms, "fast", options.kernels, rounds)
+    salt = salt_of(path, config, options, forms, "fast", options.kernels, rounds, drafting)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
@@ -290,13 +299,14 @@ def _load_fast(
     dtype: torch.dtype,
     paging: Paging,
 ) -> FastModel | Qwen3Model:
+    assert options.max_model_len is not None
     load = load_qwen3 if isinstance(config, Qwen3Config) else load_fast_model
     return load(
         path,
         kernels="triton" if options.kernels == "triton" else "torch",
         device=device,
         dtype=dtype,
-        max_model_len=options.max_model_len,
+        max_model_len=options.max_model_len + draft_tokens(config, drafting_of(options)),
         slots=paging.slots,
         host_bytes=paging.host_bytes,
     )
@@ -304,24 +314,26 @@ def _load_fast(
 
 def _log_captured(runner: FastRunner) -> None:
     for bucket in runner.graphs.captured:
-        logger.info(
-            "decode step of %d rows: %.2f s, %.1f MB, %d fused operations",
-            bucket.bucket,
-            bucket.seconds,
-            bucket.pool_bytes / 1e6,
-            len(bucket.kernels),
-        )
-    if runner.tails is None:
-        return
-    logger.info("tails of prompts: buffers of %.1f MB", runner.tails.buffer_bytes / 1e6)
-    for bucket in runner.tails.captured:
-        logger.info(
-            "tail of %d rows: %.2f s, %.1f MB, %d fused operations",
-            bucket.bucket,
-            bucket.seconds,
-            bucket.pool_bytes / 1e6,
-            len(bucket.kernels),
-        )
+        _log_bucket("decode step", bucket)
+    if runner.speculation is not None:
+        logger.info("drafts of %d tokens", runner.num_drafts)
+        for bucket in runner.speculation.graphs.captured:
+            _log_bucket("speculative step", bucket)
+    if runner.tails is not None:
+        logger.info("tails of prompts: buffers of %.1f MB", runner.tails.buffer_bytes / 1e6)
+        for bucket in runner.tails.captured:
+            _log_bucket("tail", bucket)
+
+
+def _log_bucket(what: str, bucket: Captured) -> None:
+    logger.info(
+        "%s of %d rows: %.2f s, %.1f MB, %d fused operations",
+        what,
+        bucket.bucket,
+        bucket.seconds,
+        bucket.pool_bytes / 1e6,
+        len(bucket.kernels),
+    )
 
 
 def _log_paging(paging: Paging, runner: FastRunner) -> None:
@@ -367,6 +379,7 @@ def _pool(
             dtype=dtype,
             forms=forms,
             ring_history=forms is not None,
+            drafting=drafting_of(options),
         )
     except ValueError as error:
         raise EngineError(f"engine options: {error}") from error

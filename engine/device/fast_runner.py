@@ -3,11 +3,13 @@
 A step of the plan is served like this:
 
 1. Pools: what is to be copied is copied, slots of new sequences are reset.
-2. Decode rows: the plan's single tokens were launched ahead by the step before, or are launched now.
+2. Decode rows: the plan's single tokens were launched ahead by the step before, or are launched now;
+   with drafts to be verified beside them, where the runner has a drafter.
 3. Prompts: one pass over all other chunks. Beside decode rows it advances by a few layers per step
    and stays *under way*; alone it runs to its end.
 4. Lookahead: the next decode step is launched for the rows that go on. The device feeds them the
-   tokens it drew, so the device never waits for the host.
+   tokens it drew, so the device never waits for the host. Not so where tokens are drafted
+   (engine.device.speculation).
 5. Results of 2 are read, while 4 runs.
 
 What was launched ahead is taken up by the next plan if it names the same request at the same
@@ -41,10 +43,12 @@ from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
+from engine.device.speculation import Block, Speculation, tally
 from engine.device.tail_graphs import TailGraphs
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel
+from engine.model.speculate import Speculator
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
@@ -85,6 +89,7 @@ class FastRunner:
         num_launched: decode steps launched.
         num_ahead: of them, launched before the results of the step before were read.
         num_wasted: of those, not taken up by the plan that followed.
+        speculation: speculative steps; None where nothing is drafted.
 
     Args:
         model: the model.
@@ -101,6 +106,8 @@ class FastRunner:
         captured_rows: most rows of a decode step that is captured, where experts are paged; a
             bucket of its own. None for no limit.
         recorder: notes what rows are routed to.
+        speculator: makes speculative steps of the model, whose rotary tables reach as many positions
+            further as it drafts tokens; then no step is launched ahead.
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
@@ -122,8 +129,10 @@ class FastRunner:
         tail_buckets: Sequence[int] = (),
         captured_rows: int | None = None,
         recorder: RoutingRecorder | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
-        self.looks_ahead = looks_ahead
+        self.looks_ahead = looks_ahead and speculator is None
+        self.num_drafts = 0 if speculator is None else speculator.num_tokens
         self.policy = SlicePolicy()
         self._model = model
         self._pool = pool
@@ -144,7 +153,7 @@ class FastRunner:
             model.ops = recorder.watch(model.ops)
         self._buffers = DecodeBuffers(
             num_rows=buckets[-1],
-            max_model_len=max_model_len,
+            max_model_len=max_model_len + self.num_drafts,
             block_size=pool.block_size,
             vocab_size=model.config.vocab_size,
             device=device,
@@ -170,9 +179,23 @@ class FastRunner:
         self._pass: PromptPass | None = None
         self.num_launched = self.num_ahead = self.num_wasted = 0
         self.compiles = CompileWatch()
+        self.speculation: Speculation | None = None
+        if speculator is not None:
+            assert isinstance(pool, KVPool)
+            self.speculation = Speculation(
+                speculator,
+                pool,
+                self._buffers,
+                self._lanes,
+                buckets,
+                self.seals,
+                captures=captures,
+            )
         with torch.inference_mode():
             self._compile(partial(self._decode, bucket) for bucket in self.graphs.buckets)
             self.graphs.build()
+            if self.speculation is not None:
+                self.speculation.build()
             self._buffers.half.zero_()
 
     def warm_up(self, max_batched_tokens: int) -> None:
@@ -349,10 +372,16 @@ class FastRunner:
         samples: dict[int, Sample | None] = {}
         most = self.graphs.buckets[-1]
         whole = len(streams) <= most
+        plain: dict[int, str] = {}
+        block: Block | None = None
+        if self.speculation is not None and streams:
+            plain = self.speculation.plain_rows(streams, draw_of)
+            if len(plain) < len(streams):
+                block = self._launch_block(streams, draw_of, plain)
         while len(streams) > most:
             group, streams = streams[:most], streams[most:]
             samples |= self._results(self._launch(group, draw_of), group, draw_of)
-        if flight is None and streams:
+        if flight is None and block is None and streams:
             flight = self._launch(streams, draw_of)
         finished = self._run_prompts(prompts, beside=bool(streams))
         if flight is not None and whole and self._may_go_ahead(finished):
@@ -361,6 +390,9 @@ class FastRunner:
                 self._ahead = self._launch_ahead(going)
         if flight is not None:
             samples |= self._results(flight, streams, draw_of)
+        further: dict[str, Sequence[Sample]] = {}
+        if block is not None:
+            further = self._take_block(block, streams, draw_of, plain, samples)
         scores: dict[str, dict[int, TokenLogprob]] = {}
         for done in finished:
             samples |= done.draw(draw_of)
@@ -370,6 +402,9 @@ class FastRunner:
             [samples[c.arrival] for c in plan.chunks if c.arrival in samples],
             frozenset(chunk.request_id for chunk in held),
             scores,
+            further,
+            self.num_drafts,
+            tally(plain),
         )
 
     def _sort(self, plan: StepPlan, flight: Flight | None) -> tuple[list[Chunk], list[Chunk]]:
@@ -448,6 +483,40 @@ class FastRunner:
         self._half ^= 1
         self._readback.start(half, bucket)
         return Flight(rows, bucket, half, logits)
+
+    def _launch_block(
+        self, chunks: Sequence[Chunk], draw_of: dict[int, Draw], plain: dict[int, str]
+    ) -> Block:
+        """Launch a speculative step."""
+        assert self.speculation is not None
+        speculation = self.speculation
+        if self._lanes.place(chunks, [draw_of[chunk.arrival] for chunk in chunks]):
+            self.seals.check()
+        self.num_launched += 1
+        if self._pass is None:
+            return speculation.launch(chunks, draw_of, plain)
+        block: Block = self._stopwatch.time(
+            lambda: speculation.launch(chunks, draw_of, plain), self.policy.saw_step
+        )
+        return block
+
+    def _take_block(
+        self,
+        block: Block,
+        chunks: Sequence[Chunk],
+        draw_of: dict[int, Draw],
+        plain: dict[int, str],
+        samples: dict[int, Sample | None],
+    ) -> dict[str, Sequence[Sample]]:
+        """Wait for a speculative step: add first samples, give the others of those with drafts."""
+        assert self.speculation is not None
+        found = self.speculation.results(block, chunks, draw_of)
+        further: dict[str, Sequence[Sample]] = {}
+        for chunk in chunks:
+            samples[chunk.arrival], *others = found[chunk.arrival]
+            if chunk.arrival not in plain:
+                further[chunk.request_id] = [sample for sample in others if sample is not None]
+        return further
 
     def _may_go_ahead(self, finished: Sequence[PromptPass]) -> bool:
         """Whether the next plan's decode rows are this one's: no prompt has become a stream."""

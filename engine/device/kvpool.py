@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.engram import NO_TOKEN
-from engine.plan.layout import pool_tensors, row_of
+from engine.plan.layout import Drafting, pool_tensors
 from engine.plan.records import Forms
 
 
@@ -43,6 +43,8 @@ class KVPool:
             bias added) of position p in row p mod ring.
         index_state: the same for V4's index compressors.
         draft: per draft stage [num_slots, W, D], as `window`.
+        carry: per MTP stage [num_slots, S * d], streams that the next pass's first row needs
+            (engine.model.mtp).
         history: [num_slots, n - 1] int64 on the host, folded ids, latest last; n the longest
             n-gram. Zero columns without Engram. With `ring_history` [num_slots, n] on the device,
             position p in row p mod n.
@@ -56,7 +58,7 @@ class KVPool:
         dtype: of plain rings, entries and index keys; state is in float32 at least.
         forms: of cached values; plain numbers if not given, as the reference model keeps them.
         ring_history: whether the history is the ring that engine.model.fast keeps.
-        draft_stages: DSpark stages to keep rings for.
+        drafting: whose draft stages to keep state for.
 
     Raises:
         ValueError: block_size is no multiple of a ratio, or there is no block or slot.
@@ -73,7 +75,7 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         forms: Forms | None = None,
         ring_history: bool = False,
-        draft_stages: int = 0,
+        drafting: Drafting = "off",
     ) -> None:
         if num_blocks < 1 or num_slots < 1:
             raise ValueError(f"expected at least 1 block and slot, got {num_blocks}, {num_slots}")
@@ -88,6 +90,8 @@ class KVPool:
 
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         window: dict[int, Tensor] = {}
+        draft: dict[int, Tensor] = {}
+        carry: dict[int, Tensor] = {}
         self.entries: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         self.state: dict[int, Tensor] = {}
@@ -98,9 +102,11 @@ class KVPool:
             "index_keys": self.index_keys,
             "state": self.state,
             "index_state": self.index_state,
+            "draft": draft,
+            "carry": carry,
         }
         elements = {"cache": dtype, "bytes": torch.uint8, "state": state_dtype}
-        for part in pool_tensors(config, block_size, dtype.itemsize, forms):
+        for part in pool_tensors(config, block_size, dtype.itemsize, forms, drafting):
             shape = (num_blocks if part.per_block else num_slots, *part.shape)
             if part.group == "history":
                 width = part.shape[0] + 1 if ring_history and part.shape[0] else part.shape[0]
@@ -110,14 +116,15 @@ class KVPool:
             element = elements[part.kind]
             groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)
         self.window = tuple(window.values())
-        width, kind = row_of(config, forms.window, config.head_dim, dtype.itemsize)
-        ring = (num_slots, config.sliding_window, width)
-        self.draft = tuple(
-            torch.zeros(ring, dtype=elements[kind], device=device) for _ in range(draft_stages)
-        )
+        self.draft = tuple(draft.values())
+        self.carry = tuple(carry.values())
         self._blank = [_blank(s) for s in (*self.state.values(), *self.index_state.values())]
         for slot in range(num_slots):
             self.reset_slot(slot)
+
+    @property
+    def _rings(self) -> tuple[Tensor, ...]:
+        return (*self.window, *self.draft)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +137,9 @@ class KVPool:
         Blocks need no reset: an entry is read only after it was written.
         """
         # Fused: each of these is one launch for all layers, where a model has dozens.
-        torch._foreach_zero_([ring[slot] for ring in (*self.window, *self.draft)])
+        torch._foreach_zero_([ring[slot] for ring in self._rings])
+        for carry in self.carry:
+            carry[slot] = 0
         states = (*self.state.values(), *self.index_state.values())
         if states:
             torch._foreach_copy_([state[slot] for state in states], self._blank)
@@ -149,7 +158,7 @@ class KVPool:
         """
         if slots:
             states = (*self.state.values(), *self.index_state.values())
-            for tensors in ((*self.window, *self.draft), states, (self.history,)):
+            for tensors in (self._rings, self.carry, states, (self.history,)):
                 _copy_rows(tensors, slots)
         if blocks:
             _copy_rows((*self.entries.values(), *self.index_keys.values()), blocks)
@@ -163,7 +172,8 @@ class KVPool:
         slots, blocks = list(slots), list(blocks)
         if 0 in slots or 0 in blocks:
             raise ValueError("slot 0 and block 0 must stay finite")
-        for tensor in (*self.window, *self.draft, *self.state.values(), *self.index_state.values()):
+        states = (*self.state.values(), *self.index_state.values())
+        for tensor in (*self._rings, *self.carry, *states):
             tensor[slots] = _nan(tensor)
         for tensor in (*self.entries.values(), *self.index_keys.values()):
             tensor[blocks] = _nan(tensor)
@@ -173,6 +183,7 @@ class KVPool:
         groups = {
             "window": dict(enumerate(self.window)),
             "draft": dict(enumerate(self.draft)),
+            "carry": dict(enumerate(self.carry)),
             "entries": self.entries,
             "index_keys": self.index_keys,
             "state": self.state,

@@ -71,6 +71,10 @@ class Lanes:
         for lane in self._lanes.values():
             lane.position += 1
 
+    def move(self, chunk: Chunk, count: int) -> None:
+        """Note that a step gave a chunk's request `count` tokens."""
+        self._lanes[chunk.arrival].position = chunk.start + count
+
     def place(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> bool:
         """Give each chunk a row and upload what differs; no step is under way.
 

@@ -15,6 +15,7 @@ from engine.expert_paging import problems
 from engine.memory import container_memory
 from engine.options import EngineConfig
 from engine.plan.replay import tail_problems
+from engine.speculation import speculation_problems
 
 #: Oldest GPUs whose units know FP8, which the kernels convert from.
 LEAST_CAPABILITY = (8, 9)
@@ -108,6 +109,11 @@ def check_fast(
     itemsize = 4 if options.dtype == "float32" else 2
     for p in problems(config, options, itemsize, container_memory()):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    for p in speculation_problems(config, options):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    drafted = options.speculation != "off"
+    if drafted and options.tail_graphs:
+        found.check(False, "tail_graphs", seen="on beside speculation", accepted="off")
     if options.record_routing is not None and options.graphs:
         found.check(False, "graphs", seen="on beside record_routing", accepted="off")
     if options.record_routing is not None and options.tail_graphs:

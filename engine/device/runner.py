@@ -33,11 +33,18 @@ class StepResult:
         unfinished: ids of the requests whose chunk is still under way; the next plan names it again.
         prompt_scores: by request id, for the chunks whose targets were scored: by position, the
             log-probability of the prompt token there.
+        further: by request id, the samples after the first of each request whose draft was verified;
+            none where nothing of it was taken.
+        drafted: tokens of each of those drafts.
+        plain_rows: by reason, decode rows that took no part in that although the runner drafts.
     """
 
     samples: Sequence[Sample | None]
     unfinished: frozenset[str] = frozenset()
     prompt_scores: Mapping[str, Mapping[int, TokenLogprob]] = field(default_factory=dict)
+    further: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
+    drafted: int = 0
+    plain_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 class LogitsRunner(abc.ABC):
@@ -45,6 +52,8 @@ class LogitsRunner(abc.ABC):
 
     #: Whether it launches a step before it has given the results of the one before.
     looks_ahead = False
+    #: Tokens it drafts after a stream's newest.
+    num_drafts = 0
     #: Why weights cannot be written in place once the runner is built, one reason each.
     weight_locks: tuple[str, ...] = (
         "projections are joined and scales multiplied in when a model is loaded",

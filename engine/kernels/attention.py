@@ -2,7 +2,7 @@
 
 Every row's H heads attend one set of keys, which are the values too: the last W positions, as far
 as its sequence's floor allows, and compressed entries, either those of a choice or all that are
-visible. A sink per head takes probability and gives no value. Queries come raw from their
+visible. Rows of a *block* (a draft's, model.md 2.11) see all of it and the W positions before it. A sink per head takes probability and gives no value. Queries come raw from their
 projection: head norm (V4) and rotation happen here, and the outputs are rotated back.
 
 Where keys lie:
@@ -49,6 +49,7 @@ def attend_torch(
     scale: float,
     window_form: Form = "none",
     entry_form: Form = "none",
+    block: int = 0,
 ) -> Tensor:
     """Attention of all rows.
 
@@ -68,6 +69,8 @@ def attend_torch(
         scale: of the logits.
         window_form: of k_rows and ring.
         entry_form: of entries.
+        block: rows of every sequence in a pass whose rows see each other, later ones too; 0 for a
+            pass in which rows see what is before them.
 
     Returns:
         [T, H * D] in q's dtype.
@@ -83,7 +86,7 @@ def attend_torch(
     o = torch.empty_like(q)
     for first in range(0, tokens, _CHUNK):
         part = slice(first, min(first + _CHUNK, tokens))
-        keys, shown = _window_of(part, k_rows, ring, rows, window)
+        keys, shown = _window_of(part, k_rows, ring, rows, window, block)
         keys = unpack_torch(keys, window_form, *shape)
         if entries is not None:
             more, visible = _entries_of(part, entries, choice, rows, ratio)
@@ -101,13 +104,13 @@ def attend_torch(
 
 
 def _window_of(
-    part: slice, k_rows: Tensor, ring: Tensor, rows: Rows, window: int
+    part: slice, k_rows: Tensor, ring: Tensor, rows: Rows, window: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Window keys [M, W, ...] of the rows of a part, and which of them exist, bool [M, W]."""
+    """Window keys [M, W + block, ...] of the rows of a part, and which exist: bool [M, W + block]."""
     seq = rows.seq[part].long()
-    back = torch.arange(1 - window, 1, dtype=torch.int32, device=seq.device)
-    at = rows.positions[part, None] + back
     starts = rows.starts[seq][:, None]
+    last = starts + block - 1 if block else rows.positions[part, None]
+    at = last + torch.arange(1 - window - block, 1, dtype=torch.int32, device=seq.device)
     own = at >= starts
     passed = torch.where(own, rows.first[seq][:, None] + at - starts, 0).long()
     slots = rows.slots[seq].long()[:, None]
@@ -205,6 +208,7 @@ def attend_triton(
     scale: float,
     window_form: Form = "none",
     entry_form: Form = "none",
+    block: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
     """Run attend_torch as one kernel, or two where the keys of a row are split; D a power of two.
@@ -224,6 +228,7 @@ def attend_triton(
         scale: as above.
         window_form: as above.
         entry_form: as above.
+        block: as above.
         tile: how to cut, else tile_for.
 
     Raises:
@@ -258,7 +263,7 @@ def attend_triton(
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     # Entries of another form begin with a tile of their own.
-    keys = (-(-window // tile.keys) - (-most // tile.keys)) * tile.keys
+    keys = (-(-(window + block) // tile.keys) - (-most // tile.keys)) * tile.keys
     lists = torch.empty(min(tokens, _LAUNCH), keys, dtype=torch.int64, device=q.device)
     k_rows = k_rows if record else k_rows.to(ring.dtype)
     for row in range(0, tokens, _LAUNCH):
@@ -301,6 +306,7 @@ def attend_triton(
             HEAD_NORM=head_norm_eps is not None,
             HAS_FLOORS=rows.floors is not None,
             IS_DECODE=rows.is_decode,
+            BLOCK=block,
             SPLITS=tile.splits,
             M=tile.heads,
             N=tile.keys,

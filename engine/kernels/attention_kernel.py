@@ -114,7 +114,7 @@ def list_keys_device(
         last: end of the share.
         window: keys of the row's window.
         entries_from: number of the first entry, `window` or more.
-        position: of the row.
+        position: of the newest of them.
         start: position of the first row of its sequence in this pass.
         own: place of that row's key.
         kept: place of the sequence's ring.
@@ -279,6 +279,7 @@ def attend_kernel(
     HEAD_NORM: tl.constexpr,
     HAS_FLOORS: tl.constexpr,
     IS_DECODE: tl.constexpr,
+    BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -290,8 +291,8 @@ def attend_kernel(
 
     o: [T, H * D], or float32 [T, SPLITS, H, D], not divided. sums: float32 [T, SPLITS, H, 2], the
     maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D]; may be o. lists:
-    int64 [rows of the launch, list_stride]. Rows start at row_0. scale is times log2(e). chosen:
-    the choice, CHOICE topk's next power of two; or the block tables, CHOICE 0, to attend all.
+    int64 [rows of the launch, list_stride]. Rows start at row_0. scale is times log2(e). BLOCK: rows
+    of a sequence that see each other, 0 where each sees what is before it. chosen: the choice, CHOICE topk's next power of two; or the block tables, CHOICE 0, to attend all.
     """
     await_previous(OVERLAP)
     row = row_0 + tl.program_id(0)
@@ -314,10 +315,13 @@ def attend_kernel(
         start = tl.load(starts + sequence)
         first_row = tl.load(first + sequence)
 
-    reach = position + 1
+    newest = position
+    if BLOCK:
+        newest = start + BLOCK - 1
+    reach = newest + 1
     if HAS_FLOORS:
         reach = tl.maximum(reach - tl.load(floors + sequence), 0)
-    window = tl.minimum(reach, W)
+    window = tl.minimum(reach, W + BLOCK)
     first_key = 0
     ONE_FORM: tl.constexpr = WINDOW_FORM == ENTRY_FORM or not HAS_ENTRIES
     entries_from = window if ONE_FORM else tl.cdiv(window, N) * N
@@ -339,7 +343,7 @@ def attend_kernel(
     own = k_rows_place + first_row.to(tl.int64) * UNITS
     kept = tl.load(slots + sequence).to(tl.int64) * (W * UNITS)
     list_keys_device(
-        keys, first_key, last_key, window, entries_from, position, start, own, kept, entries_place,
+        keys, first_key, last_key, window, entries_from, newest, start, own, kept, entries_place,
         chosen, W, UNITS, ENTRY_UNITS, N, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM, LIST,
     )  # fmt: skip
     queries = ready_queries_device(

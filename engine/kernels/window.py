@@ -84,7 +84,7 @@ def store_window_torch(
 
     Args:
         k_rows: [T, ...].
-        rows: the pass.
+        rows: the pass; what comes before a sequence's first row belongs to nobody.
         ring: [slots, W, ...], written. Slot 0 takes what is not kept.
         lengths: int32 [G], rows of each sequence that count, where not all do; may be 0.
     """
@@ -92,7 +92,7 @@ def store_window_torch(
     seq = rows.seq.long()
     counted = (rows.lengths if lengths is None else lengths)[seq]
     offset = torch.arange(rows.num_rows, device=seq.device, dtype=torch.int32) - rows.first[seq]
-    kept = (offset < counted) & (offset >= counted - width)
+    kept = (offset >= 0) & (offset < counted) & (offset >= counted - width)
     slots = torch.where(kept, rows.slots[seq], 0).long()
     ring.index_put_((slots, rows.positions.long() % width), k_rows.to(ring.dtype))
 
@@ -165,7 +165,7 @@ def _store_window(
     sequence = tl.load(seq + row)
     counted = tl.load(lengths + sequence)
     offset = row - tl.load(first + sequence)
-    if (offset < counted) & (offset >= counted - W):
+    if (offset >= 0) & (offset < counted) & (offset >= counted - W):
         slot = tl.load(slots + sequence).to(tl.int64)
         column = tl.arange(0, PADDED)
         x = tl.load(k_rows + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)

@@ -31,6 +31,7 @@ from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
+from engine.model.drafting import Drafter
 from engine.model.engram import Ints, NgramHash, fold_table
 from engine.model.experts import Experts
 from engine.model.packed import (
@@ -104,6 +105,7 @@ class Pass:
         """Go on with fewer rows; what was chosen for those that are left stays chosen."""
         self.rows = to.rows
         self.choices = {at: c.index_select(0, to.kept) for at, c in self.choices.items()}
+        self.taps = {at: tap.index_select(0, to.kept) for at, tap in self.taps.items()}
         if self.candidates is not None:
             self.candidates = self.candidates.index_select(0, to.kept)
 
@@ -145,6 +147,9 @@ TailRun = Callable[[Flow, Narrowing], Flow | None]
 class FastModel:
     """A loaded model over packed weights; immutable.
 
+    Attributes:
+        drafter: takes in what every pass has seen; None where nothing is drafted.
+
     Args:
         config: of the model.
         weights: of the backbone.
@@ -185,7 +190,7 @@ class FastModel:
             "iterations": config.hc_sinkhorn_iters,
             "act_group": self.act_group,
         }
-        self.tapped: tuple[int, ...] = ()
+        self.drafter: Drafter | None = None
         self._image = -1 if config.image_token_id is None else config.image_token_id
         self._fold, self._pad, self._hashes = self._prepare_engram(fold)
 
@@ -290,7 +295,7 @@ class FastModel:
                 assert flow is not None
                 if layer.owns_entries:
                     self._write_entries(layer, lw, flow, state)
-                if tail is not None and len(narrowings) == 1:
+                if tail is not None and len(narrowings) == 1 and self.drafter is None:
                     done = tail(flow, stage)
                     if done is not None:
                         flow = done
@@ -309,6 +314,8 @@ class FastModel:
                 self.ops.store_history, rows, self._fold, pool.history, image=self._image
             )
             state.store(store)
+        if self.drafter is not None and flow is not None and state.rows.num_rows:
+            self.drafter.remember(state, flow)
 
     def _layer(
         self, layer: Layer, w: PackedLayer, streams: Tensor, before: Flow | None, state: Pass
@@ -324,7 +331,7 @@ class FastModel:
             site = self.open_site(w.attn_site, streams, carried)
         else:
             streams, site = self.turn(before.streams, before.parts, before.site, w.attn_site)
-        if layer.index in self.tapped:
+        if self.drafter is not None and layer.index in self.drafter.taps:
             state.taps[layer.index] = streams.mean(1)
         parts = self._attention(layer, w, site, state)
         streams, site = self.turn(streams, parts, site, w.ffn_site)

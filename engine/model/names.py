@@ -32,10 +32,11 @@ FP4_GROUP = 32
 #: Elements of one Engram row scale.
 TABLE_GROUP = 32
 
-MTP_UNUSED = "MTP draft stage: loaded by speculation only, which this engine does not run"
-DSPARK_UNUSED = "DSpark draft stage: loaded by speculation only, which this engine does not run"
+MTP_UNUSED = "MTP draft stage: read where the option speculation is mtp or auto"
+DSPARK_UNUSED = "DSpark draft stage: read where the option speculation is dspark or auto"
+CONFIDENCE_UNUSED = "DSpark confidence head: drafts always have all their tokens"
 VISION_UNUSED = "vision tower: not implemented, images are refused"
-BIAS_VL_UNUSED = "routing bias of image tokens: the configuration names no image token"
+BIAS_VL_UNUSED = "routing bias of image tokens: no image token comes there"
 VISION_PREFIXES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 
 #: Text in a tensor's name -> the part of the checkpoint it belongs to; the first match counts.
@@ -62,7 +63,8 @@ class TensorSpec:
     Args:
         shape: logical shape, [rows, columns] for matrices; packed FP4 halves the columns on disk.
         role: which stored types are accepted and how they are read.
-        unused: why the engine does not run it; empty for a tensor that it runs.
+        unused: why the engine does not run it, or only with an option; empty for a tensor that it
+            runs.
         optional: whether it may be absent.
     """
 
@@ -137,7 +139,9 @@ def _all(c: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:
         for name, spec in _draft(c):
             # Whether draft stages have an image bias is not published.
             optional = spec.optional or name.endswith("gate.bias_vl")
-            yield name, TensorSpec(spec.shape, spec.role, reason, optional)
+            why = CONFIDENCE_UNUSED if "confidence_head" in name else reason
+            why = BIAS_VL_UNUSED if name.endswith("gate.bias_vl") else why
+            yield name, TensorSpec(spec.shape, spec.role, why, optional)
 
 
 def _hc_head(c: ModelConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:

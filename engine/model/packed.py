@@ -120,7 +120,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedDspark:
-    """DSpark's draft stages: main_proj [d, targets * d], Markov head, confidence fp32 [1, d + rank]."""
+    """DSpark's draft stages: main_proj [d, targets * d], Markov embedding and head [V, rank]."""
 
     main_proj: Matrix
     main_norm: Tensor
@@ -129,7 +129,19 @@ class PackedDspark:
     hc_head: PackedHead | None
     markov_embed: Tensor
     markov_head: Matrix
-    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMtp:
+    """One MTP stage: e_proj and h_proj [d, d] and their norms, the block, last mixing and norm."""
+
+    e_proj: Matrix
+    h_proj: Matrix
+    enorm: Tensor
+    hnorm: Tensor
+    layer: PackedLayer
+    hc_head: PackedHead
+    norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +363,34 @@ def pack_dspark(
         hc_head=head,
         markov_embed=get(f"{last}markov_head.{names[0]}"),
         markov_head=source.matrix(f"{last}markov_head.{names[1]}"),
-        confidence=get(last + "confidence_head.proj.weight"),
     )
+
+
+def pack_mtp(
+    config: ModelConfig,
+    source: Source,
+    placement: Placement,
+    *,
+    plain: torch.dtype = torch.bfloat16,
+) -> tuple[PackedMtp, ...]:
+    """Read the MTP stages of a configuration without DSpark; arguments as `pack`."""
+    packer, get = _Packer(config, source, placement, plain), source.value
+    found = []
+    for stage in range(config.num_nextn_predict_layers):
+        name = f"mtp.{stage}."
+        fn = get(name + "hc_head_fn") * get(name + "hc_head_scale")
+        found.append(
+            PackedMtp(
+                e_proj=source.matrix(name + "e_proj"),
+                h_proj=source.matrix(name + "h_proj"),
+                enorm=get(name + "enorm.weight"),
+                hnorm=get(name + "hnorm.weight"),
+                layer=packer.layer(draft_layer(config, stage), name, config.n_routed_experts),
+                hc_head=PackedHead(fn, get(name + "hc_head_base")),
+                norm=get(name + "norm.weight"),
+            )
+        )
+    return tuple(found)
 
 
 def draft_layer(config: ModelConfig, stage: int) -> Layer:
@@ -474,7 +512,9 @@ class _Packer:
             tid2eid = get(name + "gate.tid2eid").to(torch.int32)
         else:
             bias = get(name + "gate.bias")
-            if c.image_token_id is not None and c.is_v41:
+            # Drafts hold no image; whether their stages have this bias is not published.
+            is_draft = layer.index >= c.num_hidden_layers
+            if c.image_token_id is not None and c.is_v41 and not is_draft:
                 bias_vl = get(name + "gate.bias_vl")
         shared = name + "shared_experts."
         paged = self._placement.is_paged(layer.index)

@@ -14,7 +14,11 @@ from typing import Literal
 from engine.config import Layer, ModelConfig
 from engine.plan.records import Form, Forms, record_of
 
-Group = Literal["window", "entries", "index_keys", "state", "index_state", "history"]
+Group = Literal[
+    "window", "entries", "index_keys", "state", "index_state", "draft", "carry", "history"
+]
+#: Who drafts tokens, and so needs state of its own: nobody, DSpark's stages or MTP's.
+Drafting = Literal["off", "dspark", "mtp"]
 #: "cache": what the engine's dtype is; "bytes": records of a narrow form (engine.plan.records);
 #: "state": float32 at least, since pending rows are summed up much later and bfloat16 there costs
 #: accuracy (model.md 7); "ids": int64.
@@ -28,7 +32,8 @@ class PoolTensor:
 
     Args:
         group: what it holds; see engine.device.kvpool.KVPool.
-        layer: its owner; -1 for the history, which belongs to the model.
+        layer: its owner, a draft stage for "draft" and "carry"; -1 for the history, which belongs
+            to the model.
         shape: of one slot's or one block's part.
         kind: of its elements.
     """
@@ -72,7 +77,7 @@ def row_of(config: ModelConfig, form: Form, width: int, itemsize: int) -> tuple[
 
 
 def pool_tensors(
-    config: ModelConfig, block_size: int, itemsize: int, forms: Forms
+    config: ModelConfig, block_size: int, itemsize: int, forms: Forms, drafting: Drafting = "off"
 ) -> Iterator[PoolTensor]:
     """Every tensor of the pools, layer by layer.
 
@@ -81,6 +86,7 @@ def pool_tensors(
         block_size: tokens a block covers; a multiple of every compress ratio.
         itemsize: bytes of an element of the engine's dtype.
         forms: of cached values.
+        drafting: who drafts tokens.
     """
     head, index = config.head_dim, config.index_head_dim
     window, window_kind = row_of(config, forms.window, head, itemsize)
@@ -100,6 +106,10 @@ def pool_tensors(
                 yield PoolTensor("index_state", at, (rows, 2 * halves * index), "state")
         if layer.owns_index_keys:
             yield PoolTensor("index_keys", at, (per_block, key), key_kind)
+    for stage in range(config.num_nextn_predict_layers if drafting != "off" else 0):
+        yield PoolTensor("draft", stage, (config.sliding_window, window), window_kind)
+        if drafting == "mtp":
+            yield PoolTensor("carry", stage, (config.hc_mult * config.hidden_size,), "cache")
     history = config.engram.history_len if config.engram else 0
     yield PoolTensor("history", -1, (history,), "ids")
 

@@ -17,7 +17,8 @@ A request holds one slot (its fixed-size state) and enough blocks for the tokens
    State is kept at the last block boundary of a prompt, at the boundary where it leaves a prompt
    seen before, at its end, and where a request ends or is aborted.
 5. Where the runner can launch a step ahead of its predecessor's results, streams get the block of
-   one position more, if it is free: nobody is preempted or evicted for it.
+   one position more, if it is free, and where it drafts tokens those of its drafts: nobody is
+   preempted or evicted for them.
 6. Chunks of prompts that a step did not finish are *held*: they stand in every plan, unchanged, until
    they are committed, and no other prompt begins meanwhile. Who ends in between leaves its memory
    *in limbo* until the last of them is through, because the device still writes it.
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.api import FinishReason, GenerateRequest, PrefillMode
 from engine.plan.blocks import BlockPool
@@ -55,6 +56,7 @@ class Scheduler:
             of requests; 0 for no prefix cache.
         salt: of the prefix cache's hashes; differs where equal tokens give another state.
         lookahead: whether to allow for steps that are launched ahead.
+        drafts: tokens that the runner drafts after a stream's newest; 0 for none.
         replay: how prompts are processed.
     """
 
@@ -70,6 +72,7 @@ class Scheduler:
         max_snapshots: int = 0,
         salt: bytes = b"",
         lookahead: bool = False,
+        drafts: int = 0,
         replay: Replay | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
@@ -103,6 +106,7 @@ class Scheduler:
         self._max_mixed_tokens = max_mixed_tokens or max_batched_tokens
         self._max_model_len = max_model_len
         self._lookahead = lookahead
+        self._drafts = drafts
         self._held: dict[str, Chunk] = {}  # of the last plan, not finished by it
         self._limbo: list[tuple[int, tuple[int, ...]]] = []  # (slot, blocks)
         self._arrivals = 0
@@ -181,7 +185,12 @@ class Scheduler:
             self._admit(budget)
         ahead = self._lookahead and self._grow_ahead(streams)
         chunks = [
-            self._chunk(state, 1, goes_ahead=ahead and state.wants_more_after_this)
+            self._chunk(
+                state,
+                1,
+                goes_ahead=ahead and state.wants_more_after_this,
+                most=self._most(state) if self._drafts else 1,
+            )
             for state in streams
         ]
         if self._held:
@@ -199,15 +208,21 @@ class Scheduler:
         """Record that a chunk of the last plan is under way: it comes again in the next one."""
         self._held[chunk.request_id] = chunk
 
-    def commit(self, chunk: Chunk, sampled: int | None) -> FinishReason | None:
+    def commit(
+        self, chunk: Chunk, sampled: int | None, further: Sequence[int] = ()
+    ) -> FinishReason | None:
         """Record that a chunk ran; end the request if that was its last token.
 
         Args:
             chunk: of the last plan; its request is live.
             sampled: the token drawn from its logits, None where it wanted none.
+            further: tokens the step gave after that one, having processed all but the last.
 
         Returns:
             why the request has ended, or None if it goes on.
+
+        Raises:
+            RuntimeError: a token follows the request's last one; a bug of the runner.
         """
         state = self._live[chunk.request_id]
         self._let_go(chunk.request_id)
@@ -217,6 +232,10 @@ class Scheduler:
             counts = ran + rows, left + len(chunk.token_ids) - rows
             self.tail_rows[chunk.prefill] = counts
         reason = state.advance(len(chunk.token_ids), sampled)
+        for token in further:
+            if reason is not None:
+                raise RuntimeError(f"request {chunk.request_id} has ended, yet got token {token}")
+            reason = state.advance(1, token)
         if reason is not None:
             self.remove(chunk.request_id)
         elif state.marks and state.marks[0] == state.num_computed:
@@ -273,7 +292,9 @@ class Scheduler:
                 yield self._chunk(state, size)
                 budget -= size
 
-    def _chunk(self, state: RequestState, size: int, *, goes_ahead: bool = False) -> Chunk:
+    def _chunk(
+        self, state: RequestState, size: int, *, goes_ahead: bool = False, most: int = 1
+    ) -> Chunk:
         start = state.num_computed
         end = start + size
         scored_from, targets = self._targets(state, start, end)
@@ -287,6 +308,7 @@ class Scheduler:
             arrival=state.arrival,
             is_stream=state.status is Status.DECODE,
             goes_ahead=goes_ahead,
+            most=most,
             prefill=state.tail.mode,
             anchor=state.tail.anchor,
             scored_from=scored_from,
@@ -420,6 +442,16 @@ class Scheduler:
             if count > 0:
                 state.block_ids += self.blocks.acquire(count)
         return True
+
+    def _most(self, state: RequestState) -> int:
+        """Give a stream the blocks of its drafts as far as they are free; how many tokens it may get."""
+        left = state.max_tokens - state.num_generated
+        most = min(self._drafts + 1, left)
+        missing = self._blocks_for(state.num_computed + most) - len(state.block_ids)
+        own = min(missing, self.blocks.num_free)
+        if own > 0:
+            state.block_ids += self.blocks.acquire(own)
+        return min(most, len(state.block_ids) * self._block_size - state.num_computed)
 
     def _preempt(self, state: RequestState) -> None:
         self._running.remove(state)

@@ -29,6 +29,8 @@ class Chunk:
         goes_ahead: whether the token sampled here may be processed before anybody has looked at it:
             the request will want another one, reads nothing but the token, and has the block that
             position needs. Set for all streams of a plan that go on, or for none.
+        most: tokens the request may take from this step: those it may still get and whose positions
+            its blocks cover, 1 where the runner drafts none.
         prefill: which rows the last layers process; see engine.plan.replay.
         anchor: the request's first row whose output is wanted; 0 where prefill is off.
         scored_from: position of the first row that scores a prompt token.
@@ -46,6 +48,7 @@ class Chunk:
     arrival: int = 0
     is_stream: bool = False
     goes_ahead: bool = False
+    most: int = 1
     prefill: PrefillMode = "off"
     anchor: int = 0
     scored_from: int = 0

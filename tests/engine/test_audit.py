@@ -94,3 +94,15 @@ def test_paging_is_a_switch() -> None:
     found = variants(paged, has_tail=False, slots=4)
     assert found["all experts resident"] == fast
     assert not any("experts" in name for name in variants(OPTIONS, has_tail=False, slots=4))
+
+
+def test_speculation_is_a_switch() -> None:
+    """Drafts are compared with none where the model has draft stages, and the other way round."""
+    fast = dataclasses.replace(OPTIONS, runner="fast")
+    found = variants(fast, has_tail=False, drafter="mtp")
+    assert found["speculation mtp"] == dataclasses.replace(fast, speculation="mtp")
+    assert not any("speculation" in name for name in variants(fast, has_tail=False))
+    assert not any("speculation" in n for n in variants(OPTIONS, has_tail=False, drafter="mtp"))
+    drafting = dataclasses.replace(fast, speculation="mtp")
+    found = variants(drafting, has_tail=False, drafter="mtp")
+    assert found["speculation off"] == fast

@@ -36,6 +36,7 @@ def test_every_value_says_where_it_comes_from() -> None:
         "prefix_cache = on (default)",
         "prefill = off (default)",
         "tail_graphs = off (prefill is off, device is cuda)",
+        "speculation = off (default)",
         "max_snapshots = 64 (default)",
         "expert_slots = None (default)",
         "expert_slots_file = None (default)",

@@ -253,11 +253,13 @@ def test_what_is_not_run_is_named_with_its_reason(tmp_path):
         "aligner.w1.weight",
         "image_start",
     }
-    drafts = {n for n in tensors if n.startswith("mtp.")}
-    assert {n for n, why in model.unused.items() if why == names.DSPARK_UNUSED} == drafts
-    biases = {n for n in tensors if n.endswith("gate.bias_vl") and n.startswith("layers.")}
+    biases = {n for n in tensors if n.endswith("gate.bias_vl")}
     assert {n for n, why in model.unused.items() if why == names.BIAS_VL_UNUSED} == biases
-    assert len(model.unused) == 3 + len(drafts) + len(biases)
+    confidence = {"mtp.1.confidence_head.proj.weight"}
+    assert {n for n, why in model.unused.items() if why == names.CONFIDENCE_UNUSED} == confidence
+    drafts = {n for n in tensors if n.startswith("mtp.")} - biases - confidence
+    assert {n for n, why in model.unused.items() if why == names.DSPARK_UNUSED} == drafts
+    assert len(model.unused) == 4 + len(drafts) + len(biases)
     assert not model.has_vision
     assert "does not implement the vision tower" in model.vision_reason
 

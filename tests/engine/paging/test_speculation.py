@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from engine.model.checkpoint import Checkpoint
-from engine.model.dspark import Dspark
 from engine.model.experts import PagedExperts
-from engine.model.fast import load_fast_model
-from engine.model.packed import CheckpointSource, pack_dspark
-from engine.model.placement import Placement
 from engine.model.speculate import Speculator
-from tests.engine.fast.test_dspark import CPU, load, make_pool
-from tests.engine.fast.test_speculate import NEW, one_row, plain, start, wanted
+from tests.engine.fast.drafts import load, make_pool, one_row, wanted
+from tests.engine.fast.test_speculate import NEW, plain, start
 from tests.engine.model import build, drive
 
 
@@ -34,19 +30,18 @@ def test_tokens_are_those_of_plain_decoding(tmp_path: Path, temperature: float, 
     layers = range(len(config.layers))
     stages = range(len(config.layers), len(config.layers) + config.num_nextn_predict_layers)
     slots = dict.fromkeys(layers, config.num_experts_per_tok + more)
-    model = load_fast_model(path, kernels="torch", device="cpu", dtype=torch.float32, slots=slots)
     drafts = dict.fromkeys(stages, config.dspark.num_experts_per_tok)
-    source = CheckpointSource(Checkpoint(path), CPU, torch.float32)
-    placement = Placement(drafts, device=CPU, pin=False)
-    draft = Dspark(model, pack_dspark(config, source, placement, plain=torch.float32))
+    loaded = model, drafter = load(path, slots, drafts)
     pool = make_pool(model)
-    loaded = model, draft
     found = [start(loaded, pool, ids, temperature)]
-    speculator = Speculator(model, draft)
+    speculator = Speculator(model, drafter)
+    results = torch.zeros((1, drafter.num_tokens + 2), dtype=torch.int64)
     while len(found) < NEW:
         rows = one_row(found[-1], len(ids) + len(found) - 1)
-        step = speculator.step(rows, pool, wanted(len(found), NEW - len(found), temperature))
-        found += step.ids[0, : int(step.counts)].tolist()
+        w = wanted(len(found), NEW - len(found), temperature)
+        speculator.step(rows, pool, w, results)
+        count, *drawn = results[0].tolist()
+        found += drawn[:count]
     assert found == tokens
     for paged in model.experts:
         assert isinstance(paged, PagedExperts)
