@@ -253,6 +253,27 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """What paged experts have come to since the start, all layers together.
+
+    Args:
+        hits: experts that a wave asked for and found on the device.
+        misses: those that had to come from the host.
+        bytes_copied: what came, guesses included.
+        waves: sets of experts that were computed together; one for each layer of a decode step.
+        prefetched: experts brought in ahead by a guess.
+        prefetch_hits: of them, those that the next wave asked for; they are hits too.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_copied: int = 0
+    waves: int = 0
+    prefetched: int = 0
+    prefetch_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for /metrics and tests; counts of requests, blocks and tokens.
 
@@ -271,6 +292,7 @@ class EngineStats:
         snapshots: states the prefix cache keeps.
         evictions: snapshots dropped since the start.
         speculation: of drafted tokens; all zero where none are drafted.
+        experts: of paged experts; all zero where every expert is on the device.
         tail_rows: by mode, rows of prompts that the last layers processed and rows that they left
             out; what is processed again after a preemption counts again.
         alive: whether requests can be served.
@@ -290,6 +312,7 @@ class EngineStats:
     snapshots: int = 0
     evictions: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    experts: ExpertStats = field(default_factory=ExpertStats)
     tail_rows: tuple[tuple[PrefillMode, int, int], ...] = ()
     alive: bool = True
 

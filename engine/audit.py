@@ -106,7 +106,11 @@ def variants(
         found["fast runner"] = turned(runner="fast")
     if options.expert_slots is not None or options.expert_slots_file is not None:
         found["all experts resident"] = turned(
-            expert_slots=None, expert_slots_file=None, resident_layers=0, expert_host_gb=None
+            expert_slots=None,
+            expert_slots_file=None,
+            resident_layers=0,
+            expert_host_gb=None,
+            expert_prefetch=False,
         )
     elif slots is not None and fast:
         found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)

@@ -19,6 +19,7 @@ from engine.api import (
     EngineDeadError,
     EngineError,
     EngineStats,
+    ExpertStats,
     FinishReason,
     GenerateRequest,
     PromptTooLongError,
@@ -56,6 +57,10 @@ class Runner(Protocol):
     @property
     def num_drafts(self) -> int:
         """Tokens it drafts after a stream's newest; 0 for none."""
+
+    @property
+    def expert_stats(self) -> ExpertStats:
+        """What paged experts have counted; safe from any thread."""
 
     @property
     def weight_locks(self) -> tuple[str, ...]:
@@ -233,6 +238,7 @@ class EngineCore:
             snapshots=len(scheduler.prefix),
             evictions=scheduler.prefix.num_evictions,
             speculation=self._speculation,
+            experts=ExpertStats() if self._runner is None else self._runner.expert_stats,
             tail_rows=tuple((mode, *rows) for mode, rows in list(scheduler.tail_rows.items())),
         )
 

@@ -177,7 +177,7 @@ def problems(
     e, k = experts.count, experts.per_row
     single, file = options.expert_slots, options.expert_slots_file
     if single is None and file is None:
-        for name in ("resident_layers", "expert_host_gb"):
+        for name in ("resident_layers", "expert_host_gb", "expert_prefetch"):
             value = getattr(options, name)
             if value:
                 yield Problem(name, value, "nothing without expert_slots or expert_slots_file")
@@ -205,6 +205,12 @@ def problems(
     found = paging_of(config, options, itemsize)
     if problem := host_gb_problem(found, options, host_limit):
         yield problem
+    if options.expert_prefetch and found.slots and found.uses_disk:
+        yield Problem(
+            "expert_prefetch",
+            "on beside experts in files",
+            "off: what a step reads from files is decided on the host",
+        )
     if options.graphs and found.slots and found.uses_disk:
         yield Problem(
             "graphs",

@@ -208,6 +208,11 @@ class EngineConfig:
         " needed",
         least=1,
     )
+    expert_prefetch: bool = _option(
+        False,
+        "whether experts that the next layer's router would choose for this layer's input are brought"
+        " in ahead of it. Changes no result; pays where guesses are good and the bus has time",
+    )
     record_routing: Path | None = _option(  # noqa: RUF009 - a declaration, as all
         None,
         "file to write when the engine ends: which experts each step was routed to, for bathyal"

@@ -150,6 +150,17 @@ class Gaps(Collector):
         yield HistogramMetricFamily(self._NAME, self._ABOUT, buckets, self._sum)
 
 
+#: Field of ExpertStats -> what it says.
+_EXPERTS = {
+    "hits": "Routed experts that were found on the device.",
+    "misses": "Routed experts that came from the host.",
+    "bytes_copied": "Bytes of experts that came.",
+    "waves": "Sets of experts that were computed together, all layers.",
+    "prefetched": "Experts that came ahead by a guess.",
+    "prefetch_hits": "Those of them that were asked for next.",
+}
+
+
 class _BackendStats(Collector):
     """The backend's own counters, read when they are asked for."""
 
@@ -182,6 +193,9 @@ class _BackendStats(Collector):
             tail.add_metric((mode, "left_out"), left_out)
         yield tail
         yield from _speculation(stats.speculation)
+        for name, about in _EXPERTS.items():
+            value = getattr(stats.experts, name)
+            yield CounterMetricFamily(f"bathyal_backend_expert_{name}", about, value)
         yield GaugeMetricFamily(
             "bathyal_backend_alive", "Whether the backend serves.", int(stats.alive)
         )

@@ -207,6 +207,7 @@ class Settings:
     expert_slots_file: Path | None = _engine_option("expert_slots_file")  # noqa: RUF009 - a declaration, as all
     resident_layers: int = _engine_option("resident_layers")
     expert_host_gb: int | None = _engine_option("expert_host_gb")
+    expert_prefetch: bool = _engine_option("expert_prefetch")
     record_routing: Path | None = _engine_option("record_routing")  # noqa: RUF009 - a declaration, as all
     cpu_threads: int | None = _engine_option("cpu_threads")
     name: str | None = field(

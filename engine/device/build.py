@@ -257,6 +257,8 @@ def _fast(
         assert isinstance(model, FastModel)
         speculator = Speculator(model, load_drafter(path, model, drafting))
     loaded = time.perf_counter()
+    if options.expert_prefetch:
+        model.use_prefetch()
     recorder = None
     if options.record_routing is not None:
         per_row = config.num_experts_per_tok

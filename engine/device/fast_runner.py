@@ -31,9 +31,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.api import EngineDeadError, PrefillMode, SamplingParams, TokenLogprob
+from engine.api import EngineDeadError, ExpertStats, PrefillMode, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch, compiling
+from engine.device.expert_counts import ExpertCounts
 from engine.device.graphs import GraphCache
 from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
@@ -162,6 +163,7 @@ class FastRunner:
         self.seals.add("decode buffers", self._buffers.tensors)
         self.seals.add("kv pool", pool.named_tensors)
         self._paged = [e for e in model.experts if isinstance(e, PagedExperts)]
+        self._expert_counts = ExpertCounts(self._paged, device)
         self.seals.add("expert slots", self._slot_tensors)
         self.graphs = GraphCache(
             self._decode,
@@ -274,6 +276,11 @@ class FastRunner:
         return count
 
     @property
+    def expert_stats(self) -> ExpertStats:
+        """What paged experts have counted, up to a few steps ago."""
+        return self._expert_counts.read()
+
+    @property
     def weight_locks(self) -> tuple[str, ...]:
         """Why weights cannot be written in place."""
         count = len(self.graphs.captured)
@@ -351,7 +358,9 @@ class FastRunner:
         """
         try:
             with torch.inference_mode():
-                return self._step(plan, draws)
+                result = self._step(plan, draws)
+                self._expert_counts.step()
+                return result
         except BaseException:
             self._forget()
             raise

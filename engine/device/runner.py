@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.api import TokenLogprob
+from engine.api import ExpertStats, TokenLogprob
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.device.sampler import Draw, Sample, logprob_of, sample
@@ -55,6 +55,7 @@ class LogitsRunner(abc.ABC):
     #: Tokens it drafts after a stream's newest.
     num_drafts = 0
     #: Why weights cannot be written in place once the runner is built, one reason each.
+    expert_stats = ExpertStats()
     weight_locks: tuple[str, ...] = (
         "projections are joined and scales multiplied in when a model is loaded",
     )

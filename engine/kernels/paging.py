@@ -105,7 +105,7 @@ def bring_ahead_torch(experts: Tensor, state: SlotState) -> None:
 
 def _move_in(missing: list[int], state: SlotState, step: int, kept: set[int]) -> list[int]:
     """Give each expert the slot used longest ago that is not among `kept`; the slots, in order."""
-    found = []
+    found = list[int]()
     for expert in missing:
         used = state.last_use.tolist()
         slot = min((s for s in range(len(used)) if s not in kept), key=lambda s: (used[s], s))

@@ -10,7 +10,7 @@ rest (engine.model.disktier).
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,8 @@ from engine.kernels.paging import (
     MISSES,
     STEP,
     SlotState,
+    bring_ahead_torch,
+    bring_ahead_triton,
     bring_in_torch,
     bring_in_triton,
     decide_torch,
@@ -37,6 +39,8 @@ from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
 from engine.plan.residency import ABSENT, Residency
 
+#: Called between the bringing in of a layer's experts and their products.
+Meanwhile = Callable[[], None]
 #: Tensors of an expert begin at multiples of this many bytes.
 ALIGNMENT = 256
 
@@ -160,8 +164,14 @@ class ResidentExperts:
         *,
         limit: float,
         act_group: int | None,
+        meanwhile: Meanwhile | None = None,
     ) -> Tensor:
-        """Compute a layer's experts; see engine.kernels.moe.moe_torch."""
+        """Compute a layer's experts; see engine.kernels.moe.moe_torch.
+
+        `meanwhile` is called before.
+        """
+        if meanwhile is not None:
+            meanwhile()
         w13, w2, routing = unfold(self.w13, self.w2, routing, x.dtype)
         return ops.moe(x, routing, w13, w2, shared13, shared2, limit=limit, act_group=act_group)
 
@@ -209,6 +219,7 @@ class PagedExperts:
         self._stream: ExpertStream | None = None
         self._number = 0
         self._next: PagedExperts | None = None
+        self._ahead: tuple[torch.cuda.Event, tuple[Tensor, ...]] | None = None
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -263,11 +274,18 @@ class PagedExperts:
         *,
         limit: float,
         act_group: int | None,
+        meanwhile: Meanwhile | None = None,
     ) -> Tensor:
-        """Compute a layer's experts; see engine.kernels.moe.moe_torch."""
+        """Compute a layer's experts; see engine.kernels.moe.moe_torch.
+
+        `meanwhile` is called when what a single wave misses is on its way.
+        """
+        self._await_ahead()
         how = {"limit": limit, "act_group": act_group}
         if self.is_one_wave(routing):
             named = replace(routing, tiles=self._bring_in(ops, routing))
+            if meanwhile is not None:
+                meanwhile()
             w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
             return ops.moe(x, named, w13, w2, shared13, shared2, **how)
         total: Tensor | None = None
@@ -291,6 +309,28 @@ class PagedExperts:
         tiles = decide(routing.experts, routing.tiles, self.state)
         copy(self.store, self.slots, self.state)
         return tiles
+
+    def takes_ahead(self, pairs: int) -> bool:
+        """Whether experts are brought in ahead of a pass of so many pairs; shapes decide."""
+        return self.cache is None and pairs <= self.num_slots
+
+    def bring_ahead(self, ops: Ops, experts: Tensor) -> None:
+        """Bring in what the next pass may ask for, int32 [T, k]; it decides as ever."""
+        if ops.name == "triton":
+            bring_ahead_triton(experts, self.state)
+            bring_in_triton(self.store, self.slots, self.state)
+        else:
+            bring_ahead_torch(experts, self.state)
+            bring_in_torch(self.store, self.slots, self.state)
+
+    def hold_ahead(self, done: torch.cuda.Event, used: tuple[Tensor, ...]) -> None:
+        """Have the next pass wait for what comes ahead; what that uses is kept until then."""
+        self._ahead = done, used
+
+    def _await_ahead(self) -> None:
+        if self._ahead is not None:
+            self._await(self._ahead[0])
+            self._ahead = None
 
     def _named(self, ops: Ops, routing: Routing) -> Routing:
         """The routing with slots instead of experts in its tiles."""

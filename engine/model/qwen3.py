@@ -10,6 +10,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,9 +30,10 @@ from engine.kernels.rope import rope_table
 from engine.kernels.row import linear_row, takes_row
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES
-from engine.model.experts import Experts
+from engine.model.experts import Experts, Meanwhile
 from engine.model.packed import join
 from engine.model.placement import FILLERS, Placement
+from engine.model.prefetch import Prefetch, guess_by_gate
 from engine.model.quant import quantise_fp8
 from engine.model.quantised import read_linear, repack_experts, repacker, stored_shapes
 from engine.qwen3_config import Qwen3Config
@@ -101,6 +103,7 @@ class Qwen3Model:
         self.config = config
         self.ops = kernels
         self.dtype = dtype
+        self.prefetch: Prefetch | None = None
         self._source = source
         self._placement = placement
         self.embed = self._cast("model.embed_tokens.weight")
@@ -168,9 +171,27 @@ class Qwen3Model:
                 h, o, layer.post_norm, c.rms_norm_eps, layer.gate, rows, k=c.num_experts_per_tok
             )
             parts = layer.experts.run(
-                self.ops, x, routing, None, None, limit=float("inf"), act_group=None
+                self.ops,
+                x,
+                routing,
+                None,
+                None,
+                limit=float("inf"),
+                act_group=None,
+                meanwhile=self._meanwhile(layer.experts, x, rows),
             )
             yield h, parts
+
+    def use_prefetch(self) -> None:
+        """Bring experts in ahead of each layer; see engine.model.prefetch."""
+        k = self.config.num_experts_per_tok
+        guesses = [(layer.experts, guess_by_gate(layer.gate, k)) for layer in self.layers]
+        self.prefetch = Prefetch(guesses, k)
+
+    def _meanwhile(self, experts: Experts, x: Tensor, rows: Rows) -> Meanwhile | None:
+        if self.prefetch is None:
+            return None
+        return partial(self.prefetch.begin, self.ops, experts, x, rows)
 
     def _attention(
         self, x: Tensor, layer: QwenLayer, rows: Rows, keys: Tensor, values: Tensor

@@ -42,6 +42,7 @@ def test_every_value_says_where_it_comes_from() -> None:
         "expert_slots_file = None (default)",
         "resident_layers = 0 (default)",
         "expert_host_gb = None (default)",
+        "expert_prefetch = off (default)",
         "record_routing = None (default)",
         "cpu_threads = 15 (16 cores, 9,000 MB of weights)",
     ]

@@ -209,6 +209,8 @@ def test_room_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.M
         load(path, expert_slots=6, expert_host_gb=1)
     with pytest.raises(EngineError, match="graphs: expected off: which experts"):
         load(path, expert_slots=4, expert_host_gb=1, graphs=True)
+    with pytest.raises(EngineError, match="expert_prefetch: expected off: what a step reads"):
+        load(path, expert_slots=4, expert_host_gb=1, expert_prefetch=True)
     options = EngineConfig(expert_slots=4, expert_host_gb=1)
     assert paging_of(config, options, 4).uses_disk
     assert host_gb_problem(paging_of(config, options, 4), options, 10 * nbytes) is not None

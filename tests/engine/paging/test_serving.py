@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine import TINY_CHECKPOINT
-from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams
+from engine.api import EngineError, ExpertStats, FinishReason, GenerateRequest, SamplingParams
+from engine.config import ModelConfig
 from engine.core import EngineCore, load_engine
 from engine.device.fast_runner import FastRunner
 from engine.device.graphs import GraphCache
@@ -112,6 +113,50 @@ def test_soak(qwen: Path, slots: int) -> None:
         assert counters[2] > 0
 
 
+def test_stats_say_what_the_tables_counted(qwen: Path) -> None:
+    """Hits, misses, bytes and waves of all layers; zero where every expert is resident."""
+    core = load(qwen, expert_slots=3)
+    greedy(core, PROMPTS[1:])
+    found, paged = core.stats().experts, runner_of(core).paged
+    assert found.hits == sum(one.counts()[0] for one in paged) > 0
+    assert found.misses == sum(one.counts()[1] for one in paged) > 0
+    assert found.bytes_copied == found.misses * paged[0].layout.nbytes
+    assert found.waves > 0
+    assert (found.prefetched, found.prefetch_hits) == (0, 0)
+    resident = load(qwen)
+    greedy(resident, PROMPTS[1:])
+    assert resident.stats().experts == ExpertStats()
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+def test_prefetch_changes_no_token(qwen: Path, slots: int) -> None:
+    """Experts that come ahead by a guess: tokens of resident experts, true slots, some asked for."""
+    resident, paged = load(qwen), load(qwen, expert_slots=slots, expert_prefetch=True)
+    for seed in range(3):
+        some = requests(random.Random(seed), 12)
+        assert same(run(paged, some), run(resident, some), some)
+        for one in runner_of(paged).paged:
+            one.check_integrity()
+    found = paged.stats().experts
+    assert 0 < found.prefetch_hits <= found.prefetched
+    first, *others = runner_of(paged).paged
+    assert first.read_residency().ahead == 0  # nothing is before it
+    assert all(one.read_residency().ahead for one in others)
+
+
+def test_prefetch_of_hash_layers_is_no_guess() -> None:
+    """What a table of token ids says comes ahead is what is asked for."""
+    core = load(TINY_CHECKPOINT, expert_slots=4, expert_prefetch=True, max_num_seqs=1)
+    tokens = greedy(core, PROMPTS)
+    assert tokens == greedy(load(TINY_CHECKPOINT, max_num_seqs=1), PROMPTS)
+    config = ModelConfig.from_file(TINY_CHECKPOINT)
+    for layer, one in zip(config.layers, runner_of(core).paged, strict=True):
+        table = one.read_residency()
+        if layer.hash_routed and layer.index:
+            assert table.ahead == table.ahead_hits > 0
+    assert core.stats().experts.prefetch_hits > 0
+
+
 @pytest.mark.parametrize("call", range(1, 6))
 def test_a_fault_in_a_pass_leaves_the_tables_true(qwen: Path, call: int) -> None:
     """A model that fails between waves harms its requests alone (c4)."""
@@ -189,6 +234,8 @@ def test_every_reason_is_named_at_once(qwen: Path, tmp_path: Path) -> None:
         load(qwen, expert_slots_file=file)
     with pytest.raises(EngineError, match="resident_layers: expected nothing without expert_slots"):
         load(qwen, resident_layers=1)
+    with pytest.raises(EngineError, match="expert_prefetch: expected nothing without expert_slots"):
+        load(qwen, expert_prefetch=True)
 
 
 def test_hit_rates_are_logged_at_the_end(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
