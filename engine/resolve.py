@@ -19,7 +19,7 @@ from engine.expert_paging import paging_of
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
 from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
-from engine.speculation import drafter_in
+from engine.speculation import drafter_in, low_taps
 
 #: Values that say "left open".
 _OPEN = ("auto", None)
@@ -37,6 +37,7 @@ class Facts:
         only_fast: why no other runner than the fast one serves it; None where one does.
         eager: why decode steps are not captured; None where they can be.
         eager_tails: why late layers of prompts are not; None where they can be.
+        eager_drafted: the same beside speculation.
         drafter: draft stages that the model has.
         undrafted: why they are not run; None where they can be.
     """
@@ -48,6 +49,7 @@ class Facts:
     only_fast: str | None = None
     eager: str | None = None
     eager_tails: str | None = None
+    eager_drafted: str | None = None
     drafter: Drafting = "off"
     undrafted: str | None = None
 
@@ -95,8 +97,9 @@ def facts_of(
         only_fast,
         eager,
         tails,
-        drafter_in(config),
-        undrafted,
+        eager_drafted="drafters read layers below the tail" if low_taps(config) else None,
+        drafter=drafter_in(config),
+        undrafted=undrafted,
     )
 
 
@@ -222,7 +225,7 @@ def _by_device(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]
     wanted = mode == "bounded" and runner == "fast" and bool(so_far.get("graphs"))
     eager = facts.eager_tails
     if eager is None and so_far.get("speculation") != "off":
-        eager = "drafters read the late layers"
+        eager = facts.eager_drafted
     yield "tail_graphs", wanted and eager is None, eager or f"prefill is {mode}, {why}"
     options = EngineConfig(max_num_seqs=so_far.get("max_num_seqs"))
     yield "max_batched_tokens", options.resolve_max_batched_tokens(on_gpu=on_gpu), why

@@ -13,6 +13,7 @@ from engine.config import ModelConfig
 from engine.expert_paging import Problem
 from engine.options import EngineConfig
 from engine.plan.layout import Drafting
+from engine.plan.replay import tail_of
 
 #: Rows of a verification up to which the kernels of decode steps run.
 MOST_ROWS = 64
@@ -28,6 +29,15 @@ def drafter_in(config: AnyConfig) -> Drafting:
     if config.dspark is not None:
         return "dspark"
     return "off" if config.is_v41 else "mtp"
+
+
+def low_taps(config: AnyConfig) -> tuple[int, ...]:
+    """Name the layers below a prompt's tail that a drafter reads; a captured tail knows none."""
+    if not isinstance(config, ModelConfig) or config.dspark is None:
+        return ()
+    tail = tail_of(config)
+    first = 0 if tail is None else tail.first
+    return tuple(layer for layer in config.dspark.target_layer_ids if layer < first)
 
 
 def draft_tokens(config: AnyConfig, drafting: Drafting) -> int:

@@ -15,7 +15,7 @@ from engine.expert_paging import problems
 from engine.memory import container_memory
 from engine.options import EngineConfig
 from engine.plan.replay import tail_problems
-from engine.speculation import speculation_problems
+from engine.speculation import drafting_of, low_taps, speculation_problems
 
 #: Oldest GPUs whose units know FP8, which the kernels convert from.
 LEAST_CAPABILITY = (8, 9)
@@ -111,9 +111,6 @@ def check_fast(
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     for p in speculation_problems(config, options):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
-    drafted = options.speculation != "off"
-    if drafted and options.tail_graphs:
-        found.check(False, "tail_graphs", seen="on beside speculation", accepted="off")
     if options.record_routing is not None and options.graphs:
         found.check(False, "graphs", seen="on beside record_routing", accepted="off")
     if options.record_routing is not None and options.tail_graphs:
@@ -135,3 +132,6 @@ def _check_tails(
     # Which experts a pass of a hundred rows needs is read on the host.
     paged = options.expert_slots is not None or options.expert_slots_file is not None
     found.check(not paged, "tail_graphs on", seen="paged experts", accepted="all experts resident")
+    if drafting_of(options) != "off" and (low := low_taps(config)):
+        seen = f"speculation from layers {low}"
+        found.check(False, "tail_graphs on", seen=seen, accepted="drafters that read the tail only")

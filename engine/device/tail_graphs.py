@@ -201,6 +201,9 @@ class TailGraphs:
         buckets: row counts.
         captures: whether buckets become CUDA graphs; they are called otherwise.
         warm_rows: rows of a pass that must have been processed before anything is captured.
+
+    Raises:
+        ValueError: a drafter reads layers below the tail.
     """
 
     def __init__(
@@ -220,6 +223,9 @@ class TailGraphs:
         self._pool = pool
         self._tail = tail
         self._max_model_len = max_model_len
+        drafter = model.drafter
+        if drafter is not None and any(layer < tail.first for layer in drafter.taps):
+            raise ValueError("a drafter reads layers below the tail, which a bucket does not know")
         # A prompt that fits a window has no rows to leave out, and a chunk not longer than one
         # leaves tails too short to be worth it.
         most = max_model_len if min(max_model_len, warm_rows) > tail.window else 0

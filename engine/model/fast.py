@@ -266,12 +266,15 @@ class FastModel:
         """Process rows in the layers from `first` on, whose entries are written; capturable.
 
         Args:
-            first: the first layer, which is behind the last one with an Engram table.
+            first: the first layer, which is behind the last one with an Engram table and not behind
+                any that a drafter reads.
             flow: of these rows, from the layer before.
             state: rows and pool.
         """
         for layer, w in zip(self.config.layers[first:], self.weights.layers[first:], strict=True):
             flow = self._layer(layer, w, flow.streams, flow, state)
+        if self.drafter is not None:
+            self.drafter.remember(state, flow)
         return flow
 
     def _layers(
@@ -288,6 +291,7 @@ class FastModel:
         streams = F.embedding(rows.ids, w.embed).to(self.dtype)
         streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
         flow: Flow | None = None
+        is_remembered = False
         stages = {stage.layer: stage for stage in narrowings}
         for layer, lw in zip(c.layers, w.layers, strict=True):
             stage = stages.get(layer.index)
@@ -295,10 +299,10 @@ class FastModel:
                 assert flow is not None
                 if layer.owns_entries:
                     self._write_entries(layer, lw, flow, state)
-                if tail is not None and len(narrowings) == 1 and self.drafter is None:
+                if tail is not None and len(narrowings) == 1:
                     done = tail(flow, stage)
                     if done is not None:
-                        flow = done
+                        flow, is_remembered = done, True
                         yield flow
                         break
                 flow = flow.narrow(stage)
@@ -314,7 +318,12 @@ class FastModel:
                 self.ops.store_history, rows, self._fold, pool.history, image=self._image
             )
             state.store(store)
-        if self.drafter is not None and flow is not None and state.rows.num_rows:
+        if (
+            self.drafter is not None
+            and flow is not None
+            and state.rows.num_rows
+            and not is_remembered
+        ):
             self.drafter.remember(state, flow)
 
     def _layer(

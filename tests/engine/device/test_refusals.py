@@ -77,6 +77,15 @@ def test_what_can_be_served_is_not_refused() -> None:
         ),
         (
             {
+                "options": dataclasses.replace(FUSED, tail_graphs=True, speculation="dspark"),
+                "config": ModelConfig.from_dict(
+                    build.v41(num_nextn_predict_layers=2, dspark_target_layer_ids=[3, 8, 9])
+                ),
+            },
+            "tail_graphs on: expected drafters that read the tail only, got speculation from layers (3,)",
+        ),
+        (
+            {
                 "options": dataclasses.replace(
                     FUSED, tail_graphs=True, graphs=False, record_routing=Path("trace")
                 )

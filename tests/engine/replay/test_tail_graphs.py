@@ -27,6 +27,7 @@ from engine.model.v4 import Model
 from engine.plan.replay import Tail, stages, tail_of
 from engine.plan.step import Chunk
 from tests.engine.device.engines import CPU, OPTIONS, load_fast, load_reference
+from tests.engine.fast import drafts
 from tests.engine.model import build, drive
 from tests.engine.replay.test_fast import difference, make
 
@@ -57,6 +58,7 @@ def pool_of(model: FastModel) -> KVPool:
     pool = KVPool(
         model.config, num_blocks=1 + REQUESTS * BLOCKS, block_size=drive.BLOCK,
         num_slots=REQUESTS + 2, ring_history=True, forms=model.forms,
+        drafting="off" if model.drafter is None else "dspark",
     )  # fmt: skip
     pool.poison(slots=range(1, REQUESTS + 2), blocks=range(1, pool.num_blocks))
     return pool
@@ -334,6 +336,26 @@ def test_a_model_without_a_tail_is_refused(tmp_path: Path) -> None:
     model = load_fast(build.write(tmp_path / "v4", build.v4(), seed=5))
     with pytest.raises(ValueError, match="the model has no tail"):
         make(model, "off", tail_buckets=BUCKETS)
+
+
+def test_a_drafter_is_told_by_a_bucket(tmp_path: Path) -> None:
+    """What DSpark keeps of a prompt's end is the same; one that reads lower layers is refused."""
+    config = build.v41(index_topk=512, candidate_topk_blocks=512)
+    model, drafter = drafts.load(build.write(tmp_path / "model", config, seed=5))
+    pools = pool_of(model), pool_of(model)
+    tails = tails_of(model, pools[1])
+    chunks = [chunk(0, 50, "bounded"), chunk(1, 60, "bounded")]
+    for pool, run in zip(pools, (None, tails), strict=True):
+        run_pass(model, pool, chunks, run)
+
+    assert tails.num_replayed == 1
+    assert pools[0].draft
+    for want, got in zip(*(pool.draft for pool in pools), strict=True):
+        assert want[1:3].isfinite().all()
+        assert torch.allclose(want[1:3], got[1:3], atol=1e-4, rtol=0)
+    drafter.taps = (3, 8, 9)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="reads layers below the tail"):
+        tails_of(model, pools[1])
 
 
 def test_a_pass_that_ends_early_leaves_the_buffers_in_order(fast: FastModel) -> None:
