@@ -4,12 +4,13 @@
 #   make serve MODEL=DIR PORT=9000  serve another checkpoint
 #   make test                       lint, types, import contracts, the suite, wheel contents
 #   make e2e                        real clients in a loop against our server (installs them)
+#   make measure                    every GPU figure of README and all GPU tests, on all GPUs there are
 #
 # Variables:
 #   PYTHON      interpreter the environment is made from (>= 3.11)
 #   INDEX       your own package index, for everything
 #   TORCH_INDEX your own index for torch alone (a CPU build is far smaller than the default one)
-#   ARGS        more flags for `bathyal serve` or for pytest, names of clients for e2e
+#   ARGS        more flags for `bathyal serve`, pytest or measure, names of clients for e2e
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,7 +31,7 @@ TORCH := $(if $(GPU),torch,torch==2.13.0)
 EXTRA := $(if $(GPU),[cuda])
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts suite e2e clean
+.PHONY: help serve test lint types contracts suite e2e measure clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p;/^  make/p;/^Variables/,/^$$/p'
@@ -71,6 +72,9 @@ suite: $(BIN)/.dev
 
 e2e: $(BIN)/.dev
 	$(BIN)/python -m e2e.run $(ARGS)
+
+measure: $(BIN)/.dev
+	$(BIN)/python -m bench.measure $(ARGS)
 
 clean:
 	rm -rf $(VENV) e2e/.env dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
