@@ -17,6 +17,8 @@ from engine.qwen3_config import Qwen3Config
 
 #: Bytes of the unit that expert_host_gb counts in.
 GB = 10**9
+#: Most bytes of one of the two buffers that experts of long prompts pass through.
+BUFFER_BYTES = 300_000_000
 #: Tensors of an expert begin at multiples of this many bytes (engine.model.experts).
 ALIGNMENT = 256
 
@@ -238,6 +240,16 @@ def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None
             " layers need less",
         )
     return None
+
+
+def buffer_experts(count: int, nbytes: int) -> int:
+    """Experts that one of the two buffers holds (engine.model.expert_stream).
+
+    Args:
+        count: experts of a layer.
+        nbytes: of one.
+    """
+    return max(1, min(count, BUFFER_BYTES // nbytes))
 
 
 def write_slots(path: Path, slots: tuple[int, ...]) -> None:

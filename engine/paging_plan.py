@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.api import EngineError
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.expert_paging import Experts, experts_of, write_slots
+from engine.expert_paging import Experts, buffer_experts, experts_of, write_slots
 from engine.memory import RESERVE, plan_memory
 from engine.options import EngineConfig
 from engine.plan.paging import SlotPlan, solve
@@ -57,6 +57,7 @@ class Split:
         weights: all but routed experts.
         kv: of the requests.
         steps: buffers of decode steps.
+        stream: buffers that experts of long prompts pass through.
         reserve: for activations, the allocator and kernels.
         experts: what is left; below 0 where nothing is.
     """
@@ -64,6 +65,7 @@ class Split:
     weights: int
     kv: int
     steps: int
+    stream: int
     reserve: int
     experts: int
 
@@ -79,8 +81,10 @@ def split(config: AnyConfig, wish: Wish) -> Split:
         weights, kv, steps = _qwen(config, wish)
     else:
         weights, kv, steps = _deepseek(config, wish)
-    left = wish.gpu_bytes - weights - kv - steps - reserve
-    return Split(weights, kv, steps, reserve, left)
+    experts = experts_of(config, ITEMSIZE)
+    stream = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
+    left = wish.gpu_bytes - weights - kv - steps - stream - reserve
+    return Split(weights, kv, steps, stream, reserve, left)
 
 
 def _deepseek(config: ModelConfig, wish: Wish) -> tuple[int, int, int]:
@@ -208,6 +212,7 @@ def report(config: AnyConfig, trace: RoutingTrace, wish: Wish, out: Path | None)
         ("weights", s.weights),
         ("kv", s.kv),
         ("steps", s.steps),
+        ("stream", s.stream),
         ("reserve", s.reserve),
         ("slots", s.experts),
     ):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Most bytes of one of the two buffers.
-BUFFER_BYTES = 300_000_000
+from engine.expert_paging import buffer_experts
+
 #: Pairs of row and choice for each expert of a layer from which on all of them are expected.
 DENSE_PAIRS = 4
 
@@ -172,13 +172,3 @@ class ExpertStream:
     def _copy(self, table: Tensor, store: Tensor, experts: tuple[int, ...]) -> None:
         for row, expert in zip(table, experts, strict=True):
             row.copy_(store[expert], non_blocking=True)
-
-
-def buffer_experts(count: int, nbytes: int) -> int:
-    """Experts that one buffer holds.
-
-    Args:
-        count: experts of a layer.
-        nbytes: of one.
-    """
-    return max(1, min(count, BUFFER_BYTES // nbytes))

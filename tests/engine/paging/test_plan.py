@@ -107,7 +107,11 @@ def test_split_is_the_memory_plans() -> None:
     assert routed > 0
     found = split(config, Wish(10**9, 0, 512, 4))
     assert found.weights + found.kv + found.steps == plan.nbytes - routed
-    assert found.experts == 10**9 - int(10**9 * RESERVE) - plan.nbytes + routed
+    assert (
+        found.stream == 2 * experts_of(config, ITEMSIZE).count * experts_of(config, ITEMSIZE).nbytes
+    )
+    left = 10**9 - int(10**9 * RESERVE) - found.stream
+    assert found.experts == left - plan.nbytes + routed
 
 
 def test_slots_fit_and_more_of_the_gpu_never_misses_more(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from engine import expert_paging
 from engine.kernels.ops import ops
 from engine.kernels.paging import HITS, MISSES
-from engine.model import expert_stream
 from engine.model.expert_stream import ExpertStream, Filled
 from engine.model.experts import PagedExperts, ResidentExperts
 from engine.model.placement import Placement
@@ -25,7 +25,7 @@ KINDS = ("fp4", "plain", "fp8")
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for two experts of the first layer in each buffer, so that a pass needs several."""
-    monkeypatch.setattr(expert_stream, "BUFFER_BYTES", 2 * 64 * 64 * 2)
+    monkeypatch.setattr(expert_paging, "BUFFER_BYTES", 2 * 64 * 64 * 2)
 
 
 def layers(slots: list[int]) -> tuple[list[PagedExperts], list[ResidentExperts]]:
