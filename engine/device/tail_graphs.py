@@ -294,7 +294,7 @@ class TailGraphs:
         """
         bucket = self._bucket_for(flow, to)
         if bucket is None:
-            self.num_eager += 1
+            self.num_eager += to.rows.num_rows > 0
             return None
         assert self._buffers is not None
         assert self._graphs is not None
