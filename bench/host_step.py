@@ -63,9 +63,7 @@ class NullModel:
         """Give the logits of a step."""
         return self._logits[: rows.num_rows]
 
-    def prefill(
-        self, rows: Any, pool: KVPool, wanted: Tensor, scored: Any = ()
-    ) -> Iterator[Tensor]:
+    def prefill(self, rows: Any, pool: KVPool, wanted: Tensor, *_: Any) -> Iterator[Tensor]:
         """Give the logits of prompts."""
         yield self._logits[: len(wanted)]
 
@@ -115,10 +113,11 @@ def measure(batch: int, temperature: float, repeats: int) -> list[dict[str, Any]
             core.step()
         spent[0] = 0.0
         begin = time.perf_counter()
-        for _ in range(STEPS):
-            core.step()
+        tokens = sum(len(core.step()) for _ in range(STEPS))
         whole.append((time.perf_counter() - begin) * 1e6 / STEPS)
         part.append(spent[0] * 1e6 / STEPS)
+        if tokens != batch * STEPS:
+            raise RuntimeError(f"expected {batch * STEPS} tokens of {STEPS} steps, got {tokens}")
         for row in range(batch):
             core.abort(f"{repeat}-{row}")
     common = {"bench": "host_step", "batch": batch, "mode": "fast", "temperature": temperature}
