@@ -19,7 +19,7 @@ from engine.device.seals import Seals
 from engine.model.experts import PagedExperts
 from engine.options import EngineConfig
 from engine.routing_trace import read_trace
-from tests.engine.device.engines import requests, run, same
+from tests.engine.device.engines import Outcome, requests, run, same, steps as steps_of
 from tests.engine.paging.checkpoints import write_qwen
 
 OPTIONS = EngineConfig(
@@ -251,6 +251,71 @@ def test_hit_rates_are_logged_at_the_end(qwen: Path, caplog: pytest.LogCaptureFi
     said = f"paged layer 0: 3 slots, {hits} hits, {misses} misses, hit rate {rate:.4f}"
     assert said in caplog.messages
     assert len([line for line in caplog.messages if "paged layer" in line]) == 3
+
+
+def soak(core: EngineCore, seeds: range, *, every: int) -> list[dict[str, Outcome]]:
+    """Loads of changing size with aborts; every few steps each slot has its expert's bytes (J1, J4)."""
+    found, paged, count = [], runner_of(core).paged, 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        outcomes: dict[str, Outcome] = {}
+        for deltas in steps_of(core, requests(draw, draw.randint(2, 14)), outcomes):
+            for delta in deltas:
+                assert delta.finish_reason is not FinishReason.ERROR, delta.error
+                outcomes[delta.request_id].tokens += delta.token_ids
+            count += 1
+            if count % every == 0:
+                for one in paged:
+                    one.check_integrity()
+        found.append(outcomes)
+    assert count > 20 * len(seeds)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_prefetch": True}], ids=["", "prefetch"])
+def test_slots_hold_the_hosts_bytes_after_every_step(qwen: Path, options: dict[str, bool]) -> None:
+    """Changing batch sizes, chunks and aborts: no step leaves a slot with other bytes than its expert's."""
+    soak(load(qwen, expert_slots=5, **options), range(20, 23), every=1)
+
+
+def test_a_slot_with_other_bytes_is_seen(qwen: Path) -> None:
+    """One flipped byte in one slot of one layer ends the soak."""
+    core = load(qwen, expert_slots=5)
+    greedy(core, PROMPTS[1:])
+    runner_of(core).paged[1].slots[3, 100] ^= 1
+    with pytest.raises(RuntimeError, match="slot 3 does not hold the bytes of expert"):
+        runner_of(core).paged[1].check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [2, 5, 7])
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+def test_long_soak_on_a_gpu(qwen: Path, slots: int, prefetch: bool) -> None:
+    """Captured steps, waves and streamed prompts in turn: resident tokens, true slots throughout."""
+    on = {"device": "cuda", "dtype": "float32"}
+    paged = load(qwen, **on, expert_slots=slots, expert_prefetch=prefetch)
+    mine, theirs = soak(paged, range(12), every=7), soak(load(qwen, **on), range(12), every=99)
+    for one, other in zip(mine, theirs, strict=True):
+        for name, outcome in one.items():  # an aborted one as far as both went
+            pairs = zip(outcome.tokens, other[name].tokens, strict=False)
+            assert all(a == b for a, b in pairs)
+    stats = paged.stats().experts
+    assert min(stats.hits, stats.misses, stats.waves) > 0
+    assert (stats.prefetch_hits > 0) is prefetch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_tokens_of_the_shipped_model_on_a_gpu(dtype: str) -> None:
+    """K = E, K = top_k and between, captured and eager: the same tokens (J5)."""
+    on = {"device": "cuda", "dtype": dtype}
+    wanted = greedy(load(TINY_CHECKPOINT, **on), PROMPTS, 24)
+    for slots in (8, 2, 3, 5, 7):
+        core = load(TINY_CHECKPOINT, **on, expert_slots=slots)
+        assert greedy(core, PROMPTS, 24) == wanted, slots
+        assert greedy(core, PROMPTS, 24) == wanted, (slots, "again, from the prefix cache")
+        for one in runner_of(core).paged:
+            one.check_integrity()
 
 
 @pytest.mark.gpu
