@@ -254,8 +254,8 @@ def test_the_salt_names_model_layout_and_form(
         salt(checkpoint, wide, "reference", False),
         salt(checkpoint, half, "reference", False),
         salt(checkpoint, options, "reference", True),
-        salt(checkpoint, options, "fast", "torch", False),
-        salt(checkpoint, options, "fast", "torch", False, window="fp8_32"),
+        salt(checkpoint, options, "fast", "torch", False, "off"),
+        salt(checkpoint, options, "fast", "torch", False, "off", window="fp8_32"),
     }
 
     assert len(salts) == 7

@@ -29,7 +29,7 @@ def pool_of(version: str, dtype: torch.dtype = torch.bfloat16) -> KVPool:
         dtype=dtype,
         forms=forms,
         ring_history=True,
-        draft_stages=1,
+        drafting="dspark",
     )
 
 
