@@ -21,6 +21,7 @@ Implementation = Literal["torch", "triton"]
 
 #: Operation -> module of engine.kernels that has it.
 MODULES = {
+    "embed": "embed",
     "linear": "linear",
     "linears": "linear",
     "norm_linear": "linear",
@@ -57,6 +58,7 @@ class Ops:
     """
 
     name: Implementation
+    embed: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linears: Callable[..., tuple[Tensor, ...]]
     norm_linear: Callable[..., tuple[Tensor, ...]]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import Layer, ModelConfig
@@ -177,6 +176,7 @@ class FastModel:
         self.round_trips = round_trips
         self.weights = weights
         self._device = device = weights.embed.device
+        self._first_pre = torch.eye(config.hc_mult, device=device)[:1]
         self._scale = config.head_dim**-0.5
         plain, compressed = frequencies(config, device)
         self._rope = rope_table(plain, max_model_len), rope_table(compressed, max_model_len)
@@ -288,8 +288,7 @@ class FastModel:
         Ends early where no row is left.
         """
         c, w, rows, pool = self.config, self.weights, state.rows, state.pool
-        streams = F.embedding(rows.ids, w.embed).to(self.dtype)
-        streams = streams[:, None].expand(-1, c.hc_mult, -1).contiguous()
+        streams = self.ops.embed(rows.ids, w.embed, c.hc_mult, self.dtype)
         flow: Flow | None = None
         is_remembered = False
         stages = {stage.layer: stage for stage in narrowings}
@@ -389,10 +388,9 @@ class FastModel:
     # ------------------------------------------------------------ streams (2.2)
 
     def first_pre(self, streams: Tensor) -> Tensor:
-        """Weights (1, 0, 0, 0) [T, S] of V4.1's first site."""
-        first = torch.zeros(streams.shape[:2], dtype=torch.float32, device=streams.device)
-        first[:, 0] = 1.0
-        return first
+        """Weights (1, 0, 0, 0) [T, S] of V4.1's first site; V4 uses its own."""
+        first = self._first_pre.expand(len(streams), -1)
+        return first.contiguous() if self.config.is_v41 else first
 
     def open_site(self, site: PackedSite, streams: Tensor, carried: Tensor) -> HcIn:
         """Open the first site after the embedding, or after something else changed the streams."""
