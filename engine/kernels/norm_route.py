@@ -1,8 +1,10 @@
 """The way from a sublayer's output to the experts of each row: residual, norm, router.
 
 Up to eight rows take one kernel. Each program adds and norms its row once more than needed and takes
-a few experts' logits; the program that finishes last chooses for all rows and groups the pairs. A
-softmax is monotonous, so experts are ranked by their logits.
+a few experts' logits; the program that finishes last chooses for all rows and groups the pairs. More
+rows of a decode step take three: norm, logits as products of tiles, and a choice by one program a row.
+A softmax is monotonous, so experts are ranked by their logits; an expert's place is found by counting
+those before it, without a loop over places.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ from torch import Tensor
 from engine.kernels.gqa import add_norm_torch, add_norm_triton
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import (
+    DECODE_ROWS,
     Routing,
     _counter,
+    _group,
     _group_few,
     _is_last,
+    _partial_logits,
+    _product_shape,
     most_tiles,
     route_torch,
     route_triton,
@@ -53,12 +59,14 @@ def norm_route_torch(
 
 
 @triton.jit
-def _choose(logits, experts, weights, seq, slots, row, E: tl.constexpr, EP: tl.constexpr,
-            K: tl.constexpr):  # fmt: skip
-    """Store a row's choice: an expert's place is the number of those before it."""
+def _choose(logits, experts, weights, seq, slots, row, apart, E: tl.constexpr, EP: tl.constexpr,
+            K: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Store a row's choice; its logits are the sum of SPLITS parts that lie `apart`."""
     i = tl.arange(0, EP)
-    at = logits + row * E + i
-    value = tl.load(at, mask=i < E, other=-float("inf"), cache_modifier=".cg")
+    value = tl.where(i < E, 0.0, -float("inf"))
+    for split in tl.static_range(SPLITS):
+        at = logits + split * apart + row * E + i
+        value += tl.load(at, mask=i < E, other=0.0, cache_modifier=".cg")
     before = (value[:, None] > value[None, :]) | (
         (value[:, None] == value[None, :]) & (i[:, None] < i[None, :])
     )
@@ -104,7 +112,7 @@ def _norm_route_kernel(
     tl.store(logits + row * E + expert, found, mask=expert < E)
     if _is_last(counter, tl.num_programs(0) * tl.num_programs(1)):
         for one in range(T):
-            _choose(logits, experts, weights, seq, slots, one, E, EP, K)
+            _choose(logits, experts, weights, seq, slots, one, 0, E, EP, K, 1)
         tl.debug_barrier()
         line, place = tl.arange(0, ROWS)[:, None], tl.arange(0, KP)[None, :]
         chosen = tl.load(experts + line * K + place, mask=(line < T) & (place < K), other=-1,
@@ -112,27 +120,75 @@ def _norm_route_kernel(
         _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _logits_kernel(
+    x, gate, logits, T, E: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    _partial_logits(x, gate, logits, tl.program_id(1) * BT, tl.program_id(0) * BE,
+                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "most"])
+def _choose_kernel(
+    logits, counter, seq, slots, experts, weights, order, tiles, num_tiles, scratch, T, most,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program of one row; the last one groups the pairs."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    row = tl.program_id(0)
+    _choose(logits, experts, weights, seq, slots, row, T * E, E, EP, K, SPLITS)
+    if _is_last(counter, tl.num_programs(0)):
+        _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
+
+
 def norm_route_triton(
     h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
 ) -> tuple[Tensor, Tensor, Routing]:
-    """Run norm_route_torch, up to eight rows as one kernel."""
+    """Run norm_route_torch: one kernel up to eight rows, three up to DECODE_ROWS."""
     count, (num_experts, d), device = len(h), gate.shape, h.device
-    if count > _MOST_ROWS:
+    if count > DECODE_ROWS:
         h, x = add_norm_triton(h, parts, norm, eps)
         return h, x, route_triton(x, gate, None, None, rows, k=k, scaling=1.0, scoring="softmax")
     most = most_tiles(count, k, num_experts)
-    new, x = torch.empty_like(h), torch.empty_like(h)
-    logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
     weights = torch.empty((count, k), dtype=torch.float32, device=device)
     experts, order = (torch.empty(count * k, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
-        h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), rows.seq,
-        rows.slots, experts, weights, order, tiles, num_tiles, count, most, D=d,
-        WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], E=num_experts,
-        EP=triton.next_power_of_2(num_experts), BE=_EXPERTS, K=k, KP=triton.next_power_of_2(k),
-        ROWS=triton.next_power_of_2(count), TILE=tile_pairs(count), num_warps=4,
-        **overlapping(device),
+    found = rows.seq, rows.slots, experts, weights, order, tiles, num_tiles
+    routing = Routing(experts.view(count, k), weights, order, tiles, num_tiles)
+    shapes = {
+        "E": num_experts,
+        "EP": triton.next_power_of_2(num_experts),
+        "K": k,
+        "TILE": tile_pairs(count),
+    }
+    if count <= _MOST_ROWS:
+        new, x = torch.empty_like(h), torch.empty_like(h)
+        logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
+        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
+            h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), *found,
+            count, most, D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1],
+            BE=_EXPERTS, KP=triton.next_power_of_2(k), ROWS=triton.next_power_of_2(count),
+            num_warps=4, **shapes, **overlapping(device),
+        )  # fmt: skip
+        return new, x, routing
+    h, x = add_norm_triton(h, parts, norm, eps)
+    tile_rows, tile_experts, step, splits = _product_shape(count)
+    logits = torch.empty((splits, count, num_experts), dtype=torch.float32, device=device)
+    grid = triton.cdiv(num_experts, tile_experts), triton.cdiv(count, tile_rows), splits
+    _logits_kernel[grid](
+        x, gate, logits, count, E=num_experts, D=d, SPLITS=splits, BT=tile_rows, BE=tile_experts,
+        BK=step, num_warps=4, **overlapping(device),
     )  # fmt: skip
-    return new, x, Routing(experts.view(count, k), weights, order, tiles, num_tiles)
+    padded = triton.next_power_of_2(count * k)
+    scratch = torch.empty(padded, dtype=torch.int32, device=device)
+    _choose_kernel[(count,)](
+        logits, _counter(device), *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
+        num_warps=4, **shapes, **overlapping(device),
+    )  # fmt: skip
+    return h, x, routing

@@ -82,7 +82,10 @@ def test_experts_of_a_row_equal_their_twin(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slots", [[1], [0], [3, 1], [2, 0, 5, 7, 1], list(range(1, 9)), [4] * 11])
+@pytest.mark.parametrize(
+    "slots",
+    [[1], [0], [3, 1], [2, 0, 5, 7, 1], list(range(1, 9)), [*range(12)], [4] * 40, [2] * 65],
+)
 @pytest.mark.parametrize("parts", [1, 4])
 def test_norm_and_routing_equal_their_twin(
     dtype: torch.dtype, slots: list[int], parts: int
