@@ -15,6 +15,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from engine.kernels.fp4 import natural_order
+
 Kind = Literal[
     "plain",
     "fp8",
@@ -28,7 +30,7 @@ Kind = Literal[
 ]
 #: What the product kernels read as it is.
 KERNEL_KINDS: frozenset[Kind] = frozenset(("plain", "fp8", "fp4"))
-#: Kinds of two codes a byte, the low nibble holding the even column.
+#: Kinds of two codes a byte.
 NIBBLES: frozenset[Kind] = frozenset(("fp4", "nvfp4", "int4_awq", "int4_gptq"))
 #: Columns that share a scale in packed FP4.
 FP4_GROUP = 32
@@ -45,8 +47,8 @@ class Matrix:
     Args:
         kind: of the storage.
         data: plain: float [..., N, K]; fp8*: float8_e4m3fn [..., N, K]; int8_channel: int8
-            [..., N, K]; fp4, nvfp4, int4_*: uint8 [..., N, K / 2], the low nibble holding the even
-            column.
+            [..., N, K]; fp4: uint8 [..., N, K / 2] in the order of engine.kernels.fp4; nvfp4,
+            int4_*: uint8 [..., N, K / 2], the low nibble holding the even column.
         scale: None for plain. uint8 exponents with bias 127: fp8 [..., ceil(N / block),
             ceil(K / block)], fp4 [..., N, K / 32]. Float: fp8_block as fp8, *_channel
             [..., N, 1], nvfp4 float8_e4m3fn [..., N, K / 16], int4_* [..., N, K / block].
@@ -134,8 +136,8 @@ def _by_channel(m: Matrix) -> Tensor:
     return m.data.to(torch.float32) * _float(m.scale)
 
 
-def _e2m1(m: Matrix, scale: Tensor, group: int) -> Tensor:
-    codes = _nibbles(m.data).to(torch.int32)
+def _e2m1(data: Tensor, scale: Tensor, group: int) -> Tensor:
+    codes = _nibbles(data).to(torch.int32)
     exponent, fraction = (codes >> 1) & 3, codes & 1
     # in halves; arithmetic instead of a table, so that it can be captured
     halves = (fraction + 2 * (exponent > 0)) << (exponent.clamp(min=1) - 1)
@@ -164,8 +166,8 @@ _VALUES: dict[Kind, Callable[[Matrix], Tensor]] = {
     "fp8_block": lambda m: _by_block(m, _float(m.scale)),
     "fp8_channel": _by_channel,
     "int8_channel": _by_channel,
-    "fp4": lambda m: _e2m1(m, powers(cast("Tensor", m.scale)), FP4_GROUP),
-    "nvfp4": lambda m: _e2m1(m, _float(m.scale) * dict(m.extra)["global_scale"], NVFP4_GROUP),
+    "fp4": lambda m: _e2m1(natural_order(m.data), powers(cast("Tensor", m.scale)), FP4_GROUP),
+    "nvfp4": lambda m: _e2m1(m.data, _float(m.scale) * dict(m.extra)["global_scale"], NVFP4_GROUP),
     "int4_awq": lambda m: _int4(m, dict(m.extra)["zeros"]),
     "int4_gptq": lambda m: _int4(m, INT4_MIDDLE),
 }

@@ -11,17 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.formats import FP4_GROUP, Matrix
+from engine.kernels.fp4 import PAIR_SCALE, pair_values
 from engine.kernels.triton_compat import cast, tl, triton
 
 _ROWS, _COLUMNS = 16, 512
-
-
-@triton.jit
-def _e2m1(code):
-    """Values of e2m1 codes, float32."""
-    # Three bits, as a float's lowest exponents and highest mantissa bit, are 2**126 too small.
-    magnitude = ((code.to(tl.int32) & 7) << 22).to(tl.float32, bitcast=True) * 2.0**126
-    return tl.where((code & 8) != 0, -magnitude, magnitude)
 
 
 @triton.jit
@@ -45,8 +38,9 @@ def _unpack(
     if PACKED:
         byte = first // 2 + tl.arange(0, COLUMNS // 2)
         stored = (n < N)[:, None] & (byte < K // 2)[None, :]
-        pair = tl.load(data + line * (K // 2) + byte[None, :], mask=stored, other=0)
-        values = tl.reshape(tl.join(_e2m1(pair & 15), _e2m1(pair >> 4)), (ROWS, COLUMNS))
+        codes = tl.load(data + line * (K // 2) + byte[None, :], mask=stored, other=0)
+        even, odd = pair_values(codes)
+        values = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) * PAIR_SCALE
     else:
         values = tl.load(data + line * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     height: tl.constexpr = 1 if PACKED else BLOCK

@@ -290,8 +290,8 @@ class Layout:
 
     tiles: int = 1
     chunks: int = 4
-    resident: int = 24
-    registers: int = 80
+    resident: int = 20
+    registers: int = 96
 
     @property
     def programs(self) -> int:

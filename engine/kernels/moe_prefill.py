@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.fp4 import PAIR_SCALE, pair_values
 from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import SHORT_TILE, Routing, parts_dtype, tile_pairs
@@ -26,19 +27,18 @@ from engine.kernels.weave import CHUNK, weave_device, weave_triton, woven_rows, 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Sign, exponent and mantissa of codes, moved to where bfloat16 has them, times a factor; see
-#: engine.kernels.stream for why that is the value. Four bytes in; two numbers in each register out.
+#: engine.kernels.stream and engine.kernels.fp4 for why that is the value. Four bytes in; two numbers
+#: in each register out.
 _FP4_ASM = tl.constexpr(
-    "{ .reg .b32 t, a, b;"
-    " prmt.b32 t, $4, 0, 0x4140;"
-    " shl.b32 a, t, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 12;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $5;"
-    " shl.b32 a, t, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 8;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $5;"
-    " prmt.b32 t, $4, 0, 0x4342;"
-    " shl.b32 a, t, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 12;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $1, a, $6;"
-    " shl.b32 a, t, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 8;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $6; }"
+    "{ .reg .b32 a, b, c;"
+    " shl.b32 a, $4, 6; and.b32 a, a, 0x81C081C0;"
+    " shl.b32 b, $4, 2; and.b32 b, b, 0x81C081C0;"
+    " prmt.b32 c, a, b, 0x5410; mul.rn.bf16x2 $0, c, $5;"
+    " prmt.b32 c, a, b, 0x7632; mul.rn.bf16x2 $2, c, $5;"
+    " shf.r.wrap.b32 a, $4, $4, 4; and.b32 a, a, 0x81C081C0;"
+    " and.b32 b, $4, 0x81808180; shr.u32 c, $4, 8; lop3.b32 b, c, 0x00400040, b, 0xEA;"
+    " prmt.b32 c, a, b, 0x5410; mul.rn.bf16x2 $1, c, $6;"
+    " prmt.b32 c, a, b, 0x7632; mul.rn.bf16x2 $3, c, $6; }"
 )
 _FP8_ASM = tl.constexpr(
     "{ .reg .b32 t, a;"
@@ -53,15 +53,6 @@ _FP8_ASM = tl.constexpr(
 def _power(scale, BIAS: tl.constexpr):
     """2 ** (byte - 127 + BIAS), float32 of int32."""
     return ((scale + BIAS) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(code):
-    """Value of a code, float32."""
-    magnitude = code & 7
-    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return tl.where(code & 8 != 0, -value, value)
 
 
 @triton.jit
@@ -103,13 +94,13 @@ def _unpack(data, scale, DTYPE: tl.constexpr, FP4: tl.constexpr):
             high = low
     else:
         shift: tl.constexpr = -16 if narrow else 0
-        factor = _power(scale, shift)
-        code = data.to(tl.int32)
         if FP4:
-            low = _e2m1(code) * factor
-            high = _e2m1(code >> 4) * factor
+            low, high = pair_values(data)
+            factor = _power(scale, shift)
+            low = low * PAIR_SCALE * factor  # in two steps: one factor might not be finite
+            high = high * PAIR_SCALE * factor
         else:
-            low = _e4m3(code) * factor
+            low = _e4m3(data.to(tl.int32)) * _power(scale, shift)
             high = low
     return low, high
 

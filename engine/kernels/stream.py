@@ -8,7 +8,8 @@ thread (so element i belongs to thread i), and a value of 4 bytes holds two bflo
 A thread is (warp, g, t), lane = 4 g + t. In a *chunk* of 128 columns it owns the 32 columns
 32 t ..., which are one group of FP4 scales, of weight rows g and g + 8 of a tile, and of row g of
 x. A sum over columns may take them in any order, so the pairs that go into an instruction are the
-ones that are cheapest to unpack, and x is paired the same way.
+ones that are cheapest to unpack, and x is paired the same way; words of e2m1 are stored so that
+their pairs are neighbours (engine.kernels.fp4).
 
 Unpacking: a narrow float moved to the top of a bfloat16's mantissa and the bottom of its exponent
 is its value times 2**-126 (e2m1) or 2**-120 (e4m3), subnormals included. One multiplication puts
@@ -26,6 +27,9 @@ from engine.kernels.triton_compat import INTERPRETED, tl, triton
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Sign bits of two bfloat16 numbers.
 _SIGNS = tl.constexpr(-0x7FFF8000)
+#: Signs and values of two e2m1 codes where bfloat16 has them, 0x81C081C0, and all but one bit.
+_PAIR = tl.constexpr(-0x7E3F7E40)
+_TOP = tl.constexpr(-0x7E7F7E80)
 #: What sums of `accumulate` are to be multiplied by.
 SUM_SCALE = tl.constexpr(65536.0)
 #: Columns of a chunk.
@@ -124,11 +128,11 @@ def mma(a0, a1, a2, a3, b0, b1, c):
 
 @triton.jit
 def _fp4_pairs(q, factor):
-    """Columns (i, i + 4) of the eight in q, i = 0 .. 3."""
-    p0 = ((q << 12) & _SIGNS) | ((q << 6) & 0x01C001C0)
-    p1 = ((q << 8) & _SIGNS) | ((q << 2) & 0x01C001C0)
-    p2 = ((q << 4) & _SIGNS) | ((q >> 2) & 0x01C001C0)
-    p3 = (q & _SIGNS) | ((q >> 6) & 0x01C001C0)
+    """Columns (2 i, 2 i + 1) of the eight in q, i = 0 .. 3; see engine.kernels.fp4."""
+    p0 = (q << 6) & _PAIR
+    p1 = (q << 2) & _PAIR
+    p2 = (((q >> 4) & 0x0FFFFFFF) | (q << 28)) & _PAIR
+    p3 = (q & _TOP) | ((q >> 8) & 0x00400040)
     return (
         multiply_pairs(p0, factor),
         multiply_pairs(p1, factor),
@@ -215,8 +219,8 @@ def rows_of_x(row, first_group, C: tl.constexpr, K: tl.constexpr, FP4: tl.conste
                  d[0], d[1], d[2], d[3], e[0], e[1], e[2], e[3])  # fmt: skip
         for j in tl.static_range(4):
             if FP4:
-                p = _zip(pairs[4 * j], pairs[4 * j + 2])
-                r = _zip(pairs[4 * j + 1], pairs[4 * j + 3])
+                p = (pairs[4 * j], pairs[4 * j + 1])
+                r = (pairs[4 * j + 2], pairs[4 * j + 3])
             else:
                 p = _zip(pairs[4 * j], pairs[4 * j + 1])
                 r = _zip(pairs[4 * j + 2], pairs[4 * j + 3])

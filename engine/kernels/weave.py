@@ -4,10 +4,9 @@ A product sums over columns in any order, as long as both operands have the same
 the operand that a thread holds in registers: of 16 columns the thread t of a quad has columns
 2t, 2t + 1, 2t + 8 and 2t + 9 of rows g and g + 8 (PTX ISA, wgmma, operand A). If it is to read 16
 bytes of a row of codes at once and use them all itself, those 32 codes have to be 8 of its quads of
-columns. So columns are renumbered: in each chunk of 128, column (t, word, half, i), counted with i
-fastest, 4 * 4 * 2 * 4 of them, takes place (word, i, t, half). Of the 8 codes of a word those that
-are four apart make a pair, which unpacks with the fewest instructions (see engine.kernels.stream);
-a thread's 32 codes share one scale.
+columns. So columns are renumbered: in each chunk of 128, column (t, word, i, half), counted with
+half fastest, 4 * 4 * 4 * 2 of them, takes place (word, i, t, half): pairs of columns stay together
+(engine.kernels.fp4 has words of pairs). A thread's 32 codes share one scale.
 
 Rows of x are brought into that order once (`weave_triton`), and rows of hidden values are written
 in it; rows of weights stay as they are stored.
@@ -18,30 +17,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.fp4 import pair_values
 from engine.kernels.triton_compat import INTERPRETED, tl, triton
 
 #: Columns that are renumbered among themselves.
 CHUNK = 128
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-#: Words of eight codes and a factor, twice, in; pairs of columns i, i + 4 out.
+#: Words of eight codes and a factor, twice, in; pairs of columns 2 i, 2 i + 1 out.
 _PAIRS_ASM = tl.constexpr(
     "{ .reg .b32 a, b;"
-    " shl.b32 a, $4, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 12;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $5;"
-    " shl.b32 a, $4, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 8;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $1, a, $5;"
-    " shr.u32 a, $4, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 4;"
-    " lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $5;"
-    " shr.u32 a, $4, 6; and.b32 a, a, 0x01C001C0;"
-    " lop3.b32 a, $4, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $5; }"
+    " shl.b32 a, $4, 6; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;"
+    " shl.b32 a, $4, 2; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5;"
+    " shf.r.wrap.b32 a, $4, $4, 4; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5;"
+    " and.b32 a, $4, 0x81808180; shr.u32 b, $4, 8;"
+    " lop3.b32 a, b, 0x00400040, a, 0xEA; mul.rn.bf16x2 $3, a, $5; }"
 )
 
 
 def weave_torch(x: Tensor) -> Tensor:
     """Renumber the columns of x [T, K], K a multiple of CHUNK."""
     rows, k = x.shape
-    return x.view(rows, k // CHUNK, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4).reshape(rows, k)
+    return x.view(rows, k // CHUNK, 4, 4, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows, k)
 
 
 @triton.jit
@@ -49,8 +46,8 @@ def weave_device(x):
     """weave_torch of a tile [M, N], N a multiple of CHUNK."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    apart = tl.reshape(x, (M, N // 128, 4, 4, 2, 4))
-    return tl.reshape(tl.permute(apart, (0, 1, 3, 5, 2, 4)), (M, N))
+    apart = tl.reshape(x, (M, N // 128, 4, 4, 4, 2))
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 4, 2, 5)), (M, N))
 
 
 @triton.jit
@@ -97,16 +94,12 @@ def woven_weights(codes, scales, WARPS: tl.constexpr):
     """
     M: tl.constexpr = codes.shape[0]
     if _INTERPRETED:
-        factor = ((scales - 16) << 23).to(tl.float32, bitcast=True)
-        nibbles = tl.join(codes.to(tl.int32) & 15, codes.to(tl.int32) >> 4)
-        code = tl.reshape(nibbles, (M, 128))
-        magnitude = code & 7
-        normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-        value = tl.where(code & 8 != 0, -value, value)
+        factor = ((scales + 110) << 23).to(tl.float32, bitcast=True)
+        low, high = pair_values(codes)
+        value = tl.reshape(tl.join(low, high), (M, 128))
         value = tl.reshape(tl.reshape(value, (M, 4, 32)) * factor[:, :, None], (M, 128))
         parts = tl.reshape(value, (M // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2))
-        parts = tl.permute(parts, (0, 2, 1, 3, 5, 7, 8, 4, 6))
+        parts = tl.permute(parts, (0, 2, 1, 3, 5, 6, 7, 4, 8))
     else:
         factor = ((scales + 110) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (M, 4, 16)), (M, 64))

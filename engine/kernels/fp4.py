@@ -1,0 +1,84 @@
+"""How packed FP4 lies in memory: the order in which experts' kernels read it.
+
+A checkpoint has two codes a byte, the low nibble first, rows one after the other. Kernels want a
+thread's loads to be whole lines and its codes to need few instructions, so the bytes of a matrix
+are put in another order when it is loaded; nothing is lost, and a matrix stays as large.
+
+*Words.* Eight codes, columns 8 i ... 8 i + 7 of a row, stay in one word of 32 bits. Its low half
+has the even columns, its high half the odd ones. In the form that is turned into bfloat16 by one
+multiplication (engine.kernels.stream) a code's sign is bit 15 of its half and the three other
+bits are 8 ... 6: with PAIR = 0x81C081C0 the pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7) are
+
+    (w << 6) & PAIR
+    (w << 2) & PAIR
+    (w rotated right by 4) & PAIR
+    (w & 0x81808180) | ((w >> 8) & 0x00400040)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton_compat import tl, triton
+
+#: What `pair_values` leaves out.
+PAIR_SCALE = tl.constexpr(2.0**126)
+
+
+def _moves() -> dict[int, int]:
+    """Bits of a word as a checkpoint has it, by how far they move to the left: masks."""
+    moves: dict[int, int] = {}
+    # Of each pair, where its sign and its value's bits (lowest first) lie in the low half; bit 19
+    # is in the high half, and the high half's counterpart in the low one.
+    places = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
+    for pair, bits in enumerate(places):
+        for half in range(2):
+            for bit, place in enumerate(bits):
+                source = 4 * (2 * pair + half) + bit
+                shift = (place + 16 * half) % 32 - source
+                moves[shift] = moves.get(shift, 0) | 1 << source
+    return moves
+
+
+_MOVES = _moves()
+
+
+def _shifted(words: Tensor, moves: dict[int, int]) -> Tensor:
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    result = torch.zeros_like(wide)
+    for shift, mask in moves.items():
+        part = wide & mask
+        result |= part << shift if shift >= 0 else part >> -shift
+    return torch.where(result >= 1 << 31, result - (1 << 32), result).to(torch.int32)
+
+
+def stored_order(codes: Tensor) -> Tensor:
+    """Put codes as a checkpoint has them, uint8 [..., N, K / 2], into the order of the kernels."""
+    return _shifted(codes.contiguous().view(torch.int32), _MOVES).view(torch.uint8)
+
+
+def natural_order(data: Tensor) -> Tensor:
+    """Undo `stored_order`."""
+    back = {
+        -shift: mask << shift if shift >= 0 else mask >> -shift for shift, mask in _MOVES.items()
+    }
+    return _shifted(data.contiguous().view(torch.int32), back).view(torch.uint8)
+
+
+@triton.jit
+def pair_values(codes):
+    """Values divided by PAIR_SCALE of bytes [M, N]: of even and of odd columns, float32 [M, N] each."""
+    M: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    first, second = tl.split(tl.reshape(codes.to(tl.int32), (M, N // 2, 2)))
+    low, high = tl.split(tl.reshape(first | second << 8, (M, N // 4, 2)))
+    word = low | high << 16
+    p0 = (word << 6) & -0x7E3F7E40
+    p1 = (word << 2) & -0x7E3F7E40
+    p2 = (word >> 4 & 0x0FFFFFFF | word << 28) & -0x7E3F7E40
+    p3 = word & -0x7E7F7E80 | word >> 8 & 0x00400040
+    pairs = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (M, N))
+    even = (pairs << 16).to(tl.float32, bitcast=True)
+    odd = (pairs & -65536).to(tl.float32, bitcast=True)
+    return even, odd
