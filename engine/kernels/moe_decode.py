@@ -1,16 +1,17 @@
 """Experts for a few rows: narrow weights, streamed once (twin: engine.kernels.moe.moe_torch).
 
-W13, the rounding of hidden values, W2: three launches. A program is one warp, which owns TILES
-tiles of 16 weight rows, whole rows, times up to 8 rows of x: it shares nothing with other warps,
-so that none waits for another and their loads and arithmetic overlap by chance. That needs many
-warps; registers are limited to make room for them. A tile of W13 is 8 gate rows and the 8 up rows
-of the same hidden values. Programs take equal, contiguous shares of all these *units*, so that each
-reads about the same number of bytes, whatever was routed where; some programs take the shared
-expert, in the same way.
+W13, the rounding of hidden values, W2: three launches. A program is one warp. It multiplies tiles
+of 16 weight rows, whole rows, by up to 8 rows of x, and shares nothing with other warps, so that
+none waits for another and their loads and arithmetic overlap by chance. That needs many warps;
+registers are limited to make room for them. A tile of W13 is 8 gate rows and the 8 up rows of the
+same hidden values. Programs take equal, contiguous shares of all these *units*, so that each reads
+about the same number of bytes, whatever was routed where; some programs take the shared expert, in
+the same way. Before a step's bytes are loaded into registers they are asked for into the level-2
+cache, one step ahead: further ahead costs bandwidth.
 
 Measured on an H200: reading FP4 in this pattern, unpacking it and multiplying reaches 3.45 TB/s
-(bench/micro/moe_probe.py); sums across warps, or asynchronous copies into shared memory with
-barriers, cost half of that.
+(bench/micro/moe_probe.py). Sums across warps, copies into shared memory, four warps a program that
+share x in the level-1 cache, and weights in contiguous lines were all slower.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.overlap import fetch
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import DECODE_TILE, Routing
 from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, load16, rows_of_x
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -68,53 +72,66 @@ def _scales(scale, line, chunk, group, K: tl.constexpr, R: tl.constexpr, FP4: tl
 
 @triton.jit
 def _chunks(data, scale, row, chunk, x_row, sums, K: tl.constexpr, R: tl.constexpr,
-            APART: tl.constexpr, FURTHER: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """Add R chunks of columns of TILES tiles to their sums: 4 * TILES float32."""
+            APART: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Add R chunks of columns of 16 weight rows to their sums, four float32."""
     group = chunk * 4 + tl.arange(0, row.shape[0]) % 4
     halves: tl.constexpr = 1 if FP4 else 2
     per: tl.constexpr = 8 if FP4 else 4  # columns of an int32
     steps = ()
-    for tile in tl.static_range(TILES):
-        line = row + tile * FURTHER
-        s0 = _scales(scale, line, chunk, group, K, R, FP4, BLOCK)
-        s1 = _scales(scale, line + APART, chunk, group, K, R, FP4, BLOCK)
-        for j in tl.static_range(R * halves):
-            at = line * (K // per) + (group + j // halves * 4) * (32 // per) + j % halves * 4
-            use = group + j // halves * 4 < K // 32
-            w = load16(data + at, use)
-            v = load16(data + at + APART * (K // per), use)
-            step = (
-                w[0],
-                w[1],
-                w[2],
-                w[3],
-                v[0],
-                v[1],
-                v[2],
-                v[3],
-                s0[j // halves],
-                s1[j // halves],
-            )
-            steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
+    s0 = _scales(scale, row, chunk, group, K, R, FP4, BLOCK)
+    s1 = _scales(scale, row + APART, chunk, group, K, R, FP4, BLOCK)
+    for j in tl.static_range(R * halves):
+        at = row * (K // per) + (group + j // halves * 4) * (32 // per) + j % halves * 4
+        use = group + j // halves * 4 < K // 32
+        w = load16(data + at, use)
+        v = load16(data + at + APART * (K // per), use)
+        step = (
+            w[0],
+            w[1],
+            w[2],
+            w[3],
+            v[0],
+            v[1],
+            v[2],
+            v[3],
+            s0[j // halves],
+            s1[j // halves],
+        )
+        steps = steps + (step,)  # type: ignore[assignment]  # noqa: RUF005
     xs = rows_of_x(x_row, group, R, K, FP4)
-    total = ()
-    for tile in tl.static_range(TILES):
-        c = (sums[4 * tile], sums[4 * tile + 1], sums[4 * tile + 2], sums[4 * tile + 3])
-        for j in tl.static_range(R * halves):
-            c = accumulate(steps[tile * R * halves + j], xs, j * (16 // halves), c, FP4)
-        total = total + c  # type: ignore[assignment]
-    return total
+    for j in tl.static_range(R * halves):
+        sums = accumulate(steps[j], xs, j * (16 // halves), sums, FP4)
+    return sums
 
 
 @triton.jit
-def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, TILES: tl.constexpr,
-           WIDTH: tl.constexpr):  # fmt: skip
+def _ask(data, row, step, APART: tl.constexpr, NBYTES: tl.constexpr, WIDE: tl.constexpr):
+    """Ask for a step's bytes of 16 weight rows to be put into the level-2 cache.
+
+    Args:
+        data: pointer to int32.
+        row: the first of eight rows; the others are APART rows further.
+        step: which NBYTES of each row.
+        APART: as said.
+        NBYTES: of a row.
+        WIDE: bytes from row to row.
+    """
+    thread = tl.arange(0, 32)
+    line = thread // 2
+    line = row + line % 8 + line // 8 * APART
+    place = data.to(tl.pointer_type(tl.int8), bitcast=True) + line.to(tl.int64) * WIDE
+    first = step * NBYTES + thread % 2 * 128
+    for part in tl.static_range((NBYTES + 255) // 256):
+        fetch(place + tl.minimum(first + part * 256, WIDE - 1), 1, 1)
+
+
+@triton.jit
+def _clear(out, experts, row, valid, column, CHOICES: tl.constexpr, WIDTH: tl.constexpr):
     """Store zeros where a row's choices reach no expert."""
     for choice in tl.static_range(CHOICES):
         empty = valid & (tl.load(experts + row * CHOICES + choice) < 0)
         at = out + (row * (CHOICES + 1) + choice).to(tl.int64) * WIDTH + column
-        for part in tl.static_range(2 * TILES):
+        for part in tl.static_range(2):
             tl.store(at + part * 8, 0.0, mask=empty)
 
 
@@ -135,11 +152,12 @@ def _finish(a, b, out, target, weight, valid, column, limit, SECOND: tl.constexp
 @triton.jit
 def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
           experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-          WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-          R: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+          WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, R: tl.constexpr,
+          FP4: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Units [low, high) of one tile of up to eight rows."""
     apart: tl.constexpr = 8 if SECOND else N // 2
     further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
+    STEPS: tl.constexpr = (K + R * 128 - 1) // (R * 128)
     thread = tl.arange(0, 32)
     mine = thread // 4  # g: a weight row of a tile, and a column of the tensor cores
     if SHARED:
@@ -188,48 +206,44 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         gaps = tl.min(least, axis=0) < 0
     zero = tl.zeros((32,), tl.float32)
     for unit in range(low, high):
-        column = unit * (further * TILES) + mine
-        if TILES == 1:
-            sums = (zero, zero, zero, zero)
-        else:
-            sums = (zero, zero, zero, zero, zero, zero, zero, zero)  # type: ignore[assignment]
-        for step in range((K + R * 128 - 1) // (R * 128)):
-            sums = _chunks(data, words, column, step * R, x_row, sums, K, R,
-                           apart, further, TILES, FP4, BLOCK)  # fmt: skip
-        for i in tl.static_range(TILES):
-            _finish(sums[4 * i], sums[4 * i + 2], out, t0, w0, n0 < count,
-                    column + i * further, limit, SECOND)  # fmt: skip
-            if count > 4:
-                _finish(sums[4 * i + 1], sums[4 * i + 3], out, t1, w1, n1 < count,
-                        column + i * further, limit, SECOND)  # fmt: skip
+        column = unit * further + mine
+        sums = (zero, zero, zero, zero)
+        for step in range(STEPS):
+            if not _INTERPRETED:
+                last = step == STEPS - 1
+                then = tl.where(last, tl.minimum(unit + 1, high - 1), unit) * further
+                _ask(data, then, tl.where(last, 0, step + 1), apart,
+                     R * (64 if FP4 else 128), K // 2 if FP4 else K)  # fmt: skip
+            sums = _chunks(data, words, column, step * R, x_row, sums, K, R, apart, FP4, BLOCK)
+        _finish(sums[0], sums[2], out, t0, w0, n0 < count, column, limit, SECOND)
+        if count > 4:
+            _finish(sums[1], sums[3], out, t1, w1, n1 < count, column, limit, SECOND)
         if SECOND and SHARED:  # noqa: SIM102 - one of the two is known to the compiler
             if gaps:  # nobody else writes choices that reach no expert
-                _clear(out, experts, p0, n0 < count, column, CHOICES, TILES, WIDTH)
-                _clear(out, experts, p1, n1 < count, column, CHOICES, TILES, WIDTH)
+                _clear(out, experts, p0, n0 < count, column, CHOICES, WIDTH)
+                _clear(out, experts, p1, n1 < count, column, CHOICES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["T", "shared_programs"])  # one kernel for all batches
 def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_scale, x, out, order,
                     tiles, num_tiles, weights, experts, T, limit, shared_programs,
                     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-                    SECOND: tl.constexpr, R: tl.constexpr, SHARED_R: tl.constexpr,
-                    TILES: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
+                    SECOND: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
                     SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr):  # fmt: skip
     """One of the two products: programs of the shared expert first, then those of the tiles."""
+    units: tl.constexpr = N // 16
     program = tl.program_id(0)
     if program < shared_programs:
-        shared_units: tl.constexpr = N // 16
-        total = (T + 7) // 8 * shared_units
+        total = (T + 7) // 8 * units
         begin = program * total // shared_programs
         end = (program + 1) * total // shared_programs
-        for tile in range(begin // shared_units, (end + shared_units - 1) // shared_units):
-            low = tl.maximum(begin - tile * shared_units, 0)
-            high = tl.minimum(end - tile * shared_units, shared_units)
+        for tile in range(begin // units, (end + units - 1) // units):
+            low = tl.maximum(begin - tile * units, 0)
+            high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
-                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, 1, SHARED_R,
-                  SHARED_FP4, SHARED_BLOCK)  # fmt: skip
+                  experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, R, SHARED_FP4,
+                  SHARED_BLOCK)  # fmt: skip
     else:
-        units: tl.constexpr = N // (16 * TILES)
         total = tl.load(num_tiles) * units
         programs = tl.num_programs(0) - shared_programs
         begin = (program - shared_programs) * total // programs
@@ -238,8 +252,8 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             low = tl.maximum(begin - tile * units, 0)
             high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
-                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, R,
-                  FP4, BLOCK)  # fmt: skip
+                  weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, R, FP4,
+                  BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -282,16 +296,14 @@ class Layout:
     """How a product is laid out on the device.
 
     Args:
-        tiles: of a warp, 1 or 2; more read x less often and need more registers.
         chunks: of 128 columns that are fetched together.
         resident: warps per multiprocessor.
         registers: of a thread, at most; resident * registers fit 65536 / 32.
     """
 
-    tiles: int = 1
     chunks: int = 4
-    resident: int = 20
-    registers: int = 96
+    resident: int = 16
+    registers: int = 128
 
     @property
     def programs(self) -> int:
@@ -340,7 +352,7 @@ def _product(
     else:
         own = _shared_programs(programs, rows, rows * choices, w, shared)
     # With very few rows there are fewer units than warps that fit: one each, and no idle ones.
-    programs = min(programs, own + len(routing.tiles) * (w.shape[-2] // (16 * layout.tiles)))
+    programs = min(programs, own + len(routing.tiles) * (w.shape[-2] // 16))
     assert w.scale is not None
     assert shared.scale is not None
     data = w.data.view(torch.int32)
@@ -367,9 +379,7 @@ def _product(
         K=source.shape[1],
         WIDTH=out.shape[-1],
         SECOND=second,
-        R=min(chunks, layout.chunks if w.kind == "fp4" else 2),
-        SHARED_R=min(chunks, layout.chunks if shared.kind == "fp4" else 2),
-        TILES=layout.tiles,
+        R=min(chunks, layout.chunks),
         FP4=w.kind == "fp4",
         BLOCK=w.block,
         SHARED_FP4=shared.kind == "fp4",
