@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
-from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper, overlaps
+from engine.kernels.overlap import await_previous, begin_next, is_hopper, overlaps
 from engine.kernels.roundtrip import (
     E4M3_MAX,
     FP8_AMAX_FLOOR,
@@ -36,6 +36,10 @@ from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Most rows, and as many as `Codes.powers` has room for.
 MAX_ROWS = 64
+#: Least rows for which it is the faster one.
+LEAST_ROWS = 1
+#: Up to so many rows there is room for the programs of two kernels.
+OVERLAP_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,7 @@ def _sums(
     t = tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
     k = tl.arange(0, W_BLOCK)
-    # Rows beyond the last repeat it; they are not stored.
-    rows = codes + tl.minimum(t, T - 1)[None, :] * K
+    rows = codes + t[None, :] * K
     columns = w + n[:, None].to(tl.int64) * K
     scale += n0 // W_BLOCK * (K // W_BLOCK)
     acc = tl.zeros((BN, BT), tl.float32)
@@ -146,7 +149,8 @@ def _sums(
                 own = tl.where(t < T, own, 0.0)
             factor = own[None, :] * _power(here[piece])
             a = tl.load(columns + (at * W_BLOCK + k)[None, :])
-            b = tl.load(rows + (at * W_BLOCK + k)[:, None])
+            # Rows beyond the last are not read: one place asked for by all would be a queue.
+            b = tl.load(rows + (at * W_BLOCK + k)[:, None], mask=(t < T)[None, :], other=0.0)
             acc += dot(a, b, tl.zeros((BN, BT), tl.float32)) * factor
     return acc
 
@@ -169,10 +173,6 @@ def _product(
     part = program % split
     first = part * share
     last = tl.minimum(first + share, K // W_BLOCK)
-    if OVERLAP:
-        # What the pipeline will ask for first.
-        places = w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first * W_BLOCK
-        fetch(places, (last - first) * W_BLOCK, (STAGES - 1) * PIECES * W_BLOCK // 128)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     acc = _sums(codes, powers, w, scale, n0, first, last, T, K, W_BLOCK, BT, BN, PIECES, STAGES)
@@ -207,7 +207,7 @@ def take(x: Tensor, ws: Sequence[Matrix], group: int) -> bool:
     return (
         (is_hopper(x.device) or INTERPRETED)
         and x.dtype == torch.bfloat16
-        and len(x) <= MAX_ROWS
+        and LEAST_ROWS <= len(x) <= MAX_ROWS
         and len(ws) <= 2
         and all(
             w.kind == "fp8" and w.block == group and w.shape[0] % 128 == 0 and w.shape[1] % 128 == 0
@@ -218,12 +218,12 @@ def take(x: Tensor, ws: Sequence[Matrix], group: int) -> bool:
 
 def choose(rows: int, ws: Sequence[Matrix], *, parts: bool) -> Cut:
     """How to cut a product of T rows, from host shapes alone."""
-    tiles = sum(w.shape[0] for w in ws) // 64
     if not parts:
-        return Cut(64, 1, 3, 4)
-    steps = ws[0].shape[1] // 128
-    split = max(1, min(8, 396 // tiles, steps // 2))
-    return Cut(64, triton.cdiv(steps, triton.cdiv(steps, split)), 4, 4)
+        return Cut(128, 1, 3, 8) if ws[0].block < 128 and rows > 32 else Cut(64, 1, 4, 4)
+    tiles, steps = ws[0].shape[0] // 64, ws[0].shape[1] // 128
+    split = max(1, min(8, 264 // tiles, steps // 2))
+    stages = 6 if rows > 32 else 4
+    return Cut(64, triton.cdiv(steps, triton.cdiv(steps, split)), stages, 4)
 
 
 def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> None:
@@ -241,7 +241,7 @@ def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> 
     share = triton.cdiv(triton.cdiv(blocks, cut.split), pieces) * pieces
     end = w.shape[0] // cut.bn * cut.split
     total = end + (other.shape[0] // cut.bn if len(ws) == 2 else 0)
-    overlap = overlaps(x.codes.device)
+    overlap = overlaps(x.codes.device) and rows <= OVERLAP_ROWS
     _product[(total,)](
         x.codes, x.powers, w.data, w.scale, outs[0], w.shape[0], cut.split, share, end,
         other.data, other.scale, outs[-1], other.shape[0], rows, width,

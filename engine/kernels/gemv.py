@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.kernels.codes import encode_device
 from engine.kernels.formats import Matrix
-from engine.kernels.overlap import await_previous, begin_next, fetch, is_hopper, overlaps
+from engine.kernels.overlap import await_previous, begin_next, is_hopper, overlaps
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 
@@ -267,11 +267,6 @@ def _job(
     t0 = tile // tiles * BT
     first = part * share
     last = tl.minimum(first + share, K)
-    if OVERLAP and EVEN:
-        # What the pipeline will ask for first, and no more: the cache would not hold all of it.
-        size: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-        lines: tl.constexpr = (STAGES - 1) * BK * size // 128
-        fetch(w + (n0 + tl.arange(0, BN)).to(tl.int64) * K + first, (last - first) * size, lines)
     scales = ()
     if BLOCK > 0:
         side: tl.constexpr = _side(BLOCK, BK)
