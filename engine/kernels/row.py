@@ -1,4 +1,4 @@
-"""Products of one row with plain weights (twins: linear_torch, moe_torch).
+"""Products of one row, or very few, with plain weights (twins: linear_torch, moe_torch).
 
 A single row meets each weight once, so there is nothing to share and no use for tensor cores. A
 program asks for all of its few weight rows at once and keeps them in registers; whatever does not
@@ -16,6 +16,8 @@ from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import Routing
 from engine.kernels.triton_compat import cast, tl, triton
 
+#: Most rows: of more, tensor cores make less work.
+MOST_ROWS = 4
 #: Weights that one thread holds, at most (bfloat16: 64 registers).
 _HELD = 128
 _WARPS = 4
@@ -25,9 +27,10 @@ _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
 @triton.jit
 def _linear_kernel(
-    x, w, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """Program of BN rows of w [N, K]."""
+    x, w, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program of BN rows of w [N, K], for ROWS rows of x."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, WIDTH)
     inside = (n < N)[:, None] & (k < K)[None, :]
@@ -35,9 +38,10 @@ def _linear_kernel(
     # Before the wait: the next kernel touches nothing of ours before it has waited for us.
     begin_next(OVERLAP)
     await_previous(OVERLAP)
-    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
-    tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
+    for row in tl.static_range(ROWS):
+        value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+        tl.store(out + row * N + n, cast(total, out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -113,31 +117,31 @@ def _tiling(width: int, stacks: int = 1) -> tuple[int, int]:
     return columns, max(1, _HELD * _WARPS * 32 // columns // stacks)
 
 
-def takes_row(x: Tensor, *weights: Matrix) -> bool:
-    """Whether the kernels here take x [T, K] and weights."""
-    return len(x) == 1 and all(
+def takes_rows(x: Tensor, *weights: Matrix, most: int = MOST_ROWS) -> bool:
+    """Whether the kernels here take x [T, K] of up to `most` rows, and weights."""
+    return len(x) <= most and all(
         w.kind == "plain" and w.data.dtype == x.dtype and w.shape[-1] <= _MOST_WIDTH
         for w in weights
     )
 
 
-def linear_row(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Run linear_torch for one row.
+def linear_rows(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Run linear_torch for up to MOST_ROWS rows.
 
     Args:
-        x: [1, K].
+        x: [T, K].
         w: plain [N, K], of x's dtype.
         out_dtype: of the result; x's by default.
 
     Returns:
-        [1, N].
+        [T, N].
     """
     height, width = w.shape
     columns, rows = _tiling(width)
-    out = torch.empty((1, height), dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty((len(x), height), dtype=out_dtype or x.dtype, device=x.device)
     _linear_kernel[(triton.cdiv(height, rows),)](
-        x, w.data, out, height, K=width, WIDTH=columns, BN=rows, num_warps=_WARPS,
-        **overlapping(x.device),
+        x.contiguous(), w.data, out, height, K=width, WIDTH=columns, BN=rows, ROWS=len(x),
+        num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     return out
 

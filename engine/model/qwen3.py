@@ -27,7 +27,7 @@ from engine.kernels.gqa_decode import decode_gqa_triton
 from engine.kernels.linear import linear_parts_torch, linear_parts_triton
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
-from engine.kernels.row import linear_row, takes_row
+from engine.kernels.row import linear_rows, takes_rows
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts, Meanwhile
@@ -205,17 +205,17 @@ class Qwen3Model:
         else:
             q = self._prepare(*given, *where, heads=c.num_attention_heads)
             o = self._attend(q, keys, values, rows)
-        if self._takes_row(o, layer.out):
-            return linear_row(o, layer.out)[:, None]
+        if self._takes_rows(o, layer.out):
+            return linear_rows(o, layer.out)[:, None]
         return self._parts(o, layer.out)
 
     def _linear(self, x: Tensor, w: Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
-        if self._takes_row(x, w):
-            return linear_row(x, w, out_dtype=out_dtype)
+        if self._takes_rows(x, w):
+            return linear_rows(x, w, out_dtype=out_dtype)
         return self.ops.linear(x, w, out_dtype=out_dtype)
 
-    def _takes_row(self, x: Tensor, w: Matrix) -> bool:
-        return self.ops.name == "triton" and takes_row(x, w)
+    def _takes_rows(self, x: Tensor, w: Matrix) -> bool:
+        return self.ops.name == "triton" and takes_rows(x, w)
 
     def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
         _, x = self._add_norm(h, parts, self.norm, self.config.rms_norm_eps)

@@ -14,7 +14,7 @@ from engine.kernels.linear import linear_torch
 from engine.kernels.moe import moe_torch
 from engine.kernels.norm_route import norm_route_torch, norm_route_triton
 from engine.kernels.router import Routing, group_torch
-from engine.kernels.row import experts_row, linear_row, takes_row
+from engine.kernels.row import experts_row, linear_rows, takes_rows
 from engine.kernels.rows import Rows
 from engine.plan.step import Chunk
 
@@ -36,18 +36,22 @@ def decode_rows(slots: list[int]) -> Rows:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(("n", "k"), [(40, 64), (9, 96), (130, 512)])
-def test_a_row_times_a_matrix_equals_its_twin(dtype: torch.dtype, n: int, k: int) -> None:
+def test_rows_times_a_matrix_equal_their_twin(
+    dtype: torch.dtype, rows: int, n: int, k: int
+) -> None:
     """Any number of rows and columns of the weight, also none that divides a program's share."""
     torch.manual_seed(0)
-    x, w = rand(1, k, dtype=dtype), Matrix("plain", rand(n, k, dtype=dtype) * k**-0.5)
-    found, wanted = linear_row(x, w), linear_torch(x, w)
+    x, w = rand(rows, k, dtype=dtype), Matrix("plain", rand(n, k, dtype=dtype) * k**-0.5)
+    found, wanted = linear_rows(x, w), linear_torch(x, w)
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    wide = linear_row(x, w, out_dtype=torch.float32)
+    wide = linear_rows(x, w, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
-    assert not takes_row(rand(2, k, dtype=dtype), w)
+    assert takes_rows(x, w)
+    assert not takes_rows(rand(5, k, dtype=dtype), w)
     fault = Matrix("plain", torch.cat([w.data[1:], w.data[:1]]))
-    assert (linear_row(x, fault) - wanted).abs().max() > 0.05  # rows in another's place are seen
+    assert (linear_rows(x, fault) - wanted).abs().max() > 0.05  # rows in another's place are seen
 
 
 def expert_weights(dtype: torch.dtype, d: int, inner: int) -> tuple[Matrix, Matrix]:
