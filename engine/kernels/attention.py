@@ -27,6 +27,7 @@ from engine.kernels.overlap import overlapping
 from engine.kernels.records import layout_of, unpack_torch
 from engine.kernels.rope import rotate_torch
 from engine.kernels.rows import Rows
+from engine.kernels.unfold import Keys, is_worth_it, unfolded
 from engine.plan.records import ALIGNMENT, Form
 
 #: Rows whose keys the torch form gathers at a time: bounds the memory it takes.
@@ -243,6 +244,14 @@ def attend_triton(
     tokens, heads = rows.num_rows, sink.shape[0]
     dim = q.shape[1] // heads
     record = layout_of(ring, window_form, dim, tail, q.dtype)
+    if record and is_worth_it(rows, entries):
+        given = Keys(k_rows, ring, entries, choice, rows)
+        plain = unfolded(given, window_form, entry_form, width=dim, tail=tail, dtype=q.dtype)
+        return attend_triton(
+            q, plain.k_rows, plain.ring, plain.entries, plain.choice, sink, rope, plain.rows,
+            ratio=ratio, head_norm_eps=head_norm_eps, window=window, scale=scale, block=block,
+            tile=tile,
+        )  # fmt: skip
     units = dim // 8 if record is None else record.nbytes // ALIGNMENT
     entry_units = units
     if entries is not None:

@@ -193,7 +193,13 @@ def _small_e4m3(code):
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where((code & 0x80) != 0, -value, value)
+    return _signed(value, code << 24)
+
+
+@triton.jit
+def _signed(value, sign):
+    """Values, none negative, with the top bits of int32 `sign`; a zero takes its sign too."""
+    return ((value.to(tl.int32, bitcast=True)) | (sign & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -202,7 +208,7 @@ def _small_e2m1(code):
     size = code & 7
     normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
-    return tl.where((code & 8) != 0, -value, value)
+    return _signed(value, code << 28)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from engine.kernels import attention, reference
+from engine.kernels import attention, reference, unfold
 from engine.kernels.attention import Tile, attend_torch, attend_triton
 from engine.kernels.records import pack_torch, unpack_torch
 from engine.kernels.rope import rope_table
@@ -262,6 +262,38 @@ def test_kernel_reads_records(forms, kind, tile):
     same = attend_triton(*plain.args, **plain.keywords, tile=TILES[tile])
     # Entries of another form begin with a tile of their own: sums come in another order.
     assert torch.equal(got, same) or (kind != "window" and forms.window != forms.entries)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
+def test_long_passes_unpack_keys_first(forms, kind, monkeypatch):
+    """A pass of many rows attends other keys, or other rows of theirs, than it was given."""
+    monkeypatch.setattr(unfold, "LEAST_ROWS", 1)
+    c = case(PREFILL, kind=kind, heads=2, forms=forms, dtype=torch.bfloat16)
+    # Two sequences begin with one block, of which the shorter sees a part.
+    tables = c.rows.tables.clone()
+    before, tables[0, 0] = int(tables[0, 0]), tables[3, 0]
+    c = changed(c, 7, replace(c.rows, tables=tables))
+    if kind == "choice":
+        moved = c.args[4] + (tables[0, 0] - before) * c.args[3].shape[1]
+        c = changed(c, 4, torch.where(c.args[4] // c.args[3].shape[1] == before, moved, c.args[4]))
+    got = attend_triton(*c.args, **c.keywords, tile=TILES["whole"])
+    plain = as_values(c)
+    assert torch.equal(got, attend_triton(*plain.args, **plain.keywords, tile=TILES["whole"]))
+
+
+def test_too_many_entries_are_not_unpacked_first(monkeypatch):
+    """Memory for plain keys grows with the pool, or short passes take it."""
+    c = case(PREFILL, kind="all", heads=2, forms=PACKED[0])
+    entries = c.args[3]
+    monkeypatch.setattr(unfold, "LEAST_ROWS", c.rows.num_rows)
+    monkeypatch.setattr(unfold, "MOST_ENTRIES", 5 * 3 * 4)  # 5 sequences of 3 blocks of 4
+    assert unfold.is_worth_it(c.rows, entries)
+    assert not unfold.is_worth_it(
+        replace(c.rows, max_end=49, tables=c.rows.tables.repeat(1, 2)), entries
+    )
+    monkeypatch.setattr(unfold, "LEAST_ROWS", c.rows.num_rows + 1)
+    assert not unfold.is_worth_it(c.rows, entries)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
