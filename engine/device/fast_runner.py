@@ -24,14 +24,14 @@ its writes behind these in the device's order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.api import EngineDeadError, ExpertStats, PrefillMode, SamplingParams, TokenLogprob
+from engine.api import EngineDeadError, ExpertStats, SamplingParams, TokenLogprob
 from engine.device.buffers import DecodeBuffers, Readback
 from engine.device.compiles import CompileWatch, compiling
 from engine.device.expert_counts import ExpertCounts
@@ -46,6 +46,7 @@ from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.device.speculation import Block, Speculation, tally
 from engine.device.tail_graphs import TailGraphs
+from engine.device.warm_up import warm_chunks
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel
@@ -55,11 +56,6 @@ from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
-
-#: Rows of prompts that are processed before the first request: one for each class of shapes.
-WARM_LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
-#: The same for tails whose windows are cut.
-WARM_TAILS = (2, 8, 16, 32, 128)
 
 
 @dataclass(slots=True)
@@ -208,14 +204,16 @@ class FastRunner:
         """
         most = self._buffers.max_model_len
         longest = min(max_batched_tokens, most)
-        lengths = {min(length, longest) for length in (*WARM_LENGTHS, longest)}
-        passes = [
-            partial(self._warm, length, start)
-            for length in sorted(lengths)
-            for start in {0, most - length}
-        ]
-        if self._tail is not None:
-            passes += self._tail_passes(longest)
+        chunks = warm_chunks(
+            longest,
+            most,
+            self._pool.block_size,
+            has_tail=self._tail is not None,
+            has_ends=self._device.type == "cuda",
+        )
+        passes = [partial(self._warm, chunk) for chunk in chunks]
+        if self._tail_buckets:
+            self.tails = self._make_tails(longest)
         with torch.inference_mode():
             self._compile(passes)
             for run in passes:
@@ -237,34 +235,22 @@ class FastRunner:
                 for run in passes:
                     run()
 
-    def _tail_passes(self, longest: int) -> Iterator[partial[None]]:
-        """Prompts whose tail has fewer rows; tails that are to be captured see them go by."""
-        most = self._buffers.max_model_len
-        if self._tail_buckets:
-            assert self._tail is not None
-            assert isinstance(self._model, FastModel)
-            assert isinstance(self._pool, KVPool)
-            self.tails = TailGraphs(
-                self._model,
-                self._pool,
-                self._tail,
-                max_model_len=most,
-                buckets=self._tail_buckets,
-                captures=self._captures,
-                warm_rows=longest,
-            )
-        for length in sorted({min(length, longest) for length in WARM_TAILS}):
-            yield partial(self._warm, length, most - length, "bounded")
-        for mode in ("exact", "bounded"):
-            yield partial(self._warm, longest, most - longest, mode)
-
-    def _warm(self, length: int, start: int, mode: PrefillMode = "off") -> None:
-        """Process tokens that belong to nobody, in the dummy slot and block."""
-        blocks = (0,) * -(-(start + length) // self._pool.block_size)
-        anchor = 0 if mode == "off" else start + length - 1
-        chunk = Chunk(
-            "", 0, start, (0,) * length, blocks, wants_logits=True, prefill=mode, anchor=anchor
+    def _make_tails(self, warm_rows: int) -> TailGraphs:
+        assert self._tail is not None
+        assert isinstance(self._model, FastModel)
+        assert isinstance(self._pool, KVPool)
+        return TailGraphs(
+            self._model,
+            self._pool,
+            self._tail,
+            max_model_len=self._buffers.max_model_len,
+            buckets=self._tail_buckets,
+            captures=self._captures,
+            warm_rows=warm_rows,
         )
+
+    def _warm(self, chunk: Chunk) -> None:
+        """Process tokens that belong to nobody."""
         done = self._begin((chunk,))
         done.advance(None)
         done.draw({0: Draw(SamplingParams(1, 1.0, 0.9, seed=0), 0)})

@@ -139,14 +139,14 @@ class GraphCache:
         """
         found = []
         pool = torch.cuda.graph_pool_handle() if self._captures else None
+        # One for all: libraries make a workspace for each stream that they see.
+        stream = torch.cuda.Stream() if self._captures else None  # type: ignore[no-untyped-call]
         for bucket in reversed(self.buckets):
             begin = time.perf_counter()
-            before = torch.cuda.memory_reserved() if self._captures else 0
             with watch(self._model) as kernels:
-                self._prepare(bucket, pool)
-            after = torch.cuda.memory_reserved() if self._captures else 0
+                pool_bytes = self._prepare(bucket, pool, stream)
             seconds = time.perf_counter() - begin
-            found.append(Captured(bucket, seconds, after - before, frozenset(kernels)))
+            found.append(Captured(bucket, seconds, pool_bytes, frozenset(kernels)))
         self.captured = tuple(found)
         if self._model.ops.name == "triton":
             check_coverage(self.captured)
@@ -167,18 +167,21 @@ class GraphCache:
     def _is_captured(self, bucket: int) -> bool:
         return self._captures and bucket <= self._most
 
-    def _prepare(self, bucket: int, pool: Any) -> None:
+    def _prepare(self, bucket: int, pool: Any, stream: Any) -> int:
+        """Warm up and capture a bucket; give the bytes by which the pool has grown."""
         if not self._is_captured(bucket):
             self._body(bucket)
-            return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            return 0
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 self._body(bucket)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # else what the warm-up leaves free would be taken for the pool's
+        before: int = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._body(bucket)
         self._graphs[bucket] = graph, logits
+        return torch.cuda.memory_reserved() - before

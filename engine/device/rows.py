@@ -16,6 +16,16 @@ from engine.plan.replay import Stage
 from engine.plan.step import Chunk
 
 Ints = NDArray[np.int64]
+#: Smallest class of ends.
+LEAST_END = 256
+
+
+def end_class(end: int) -> int:
+    """Round the end of a pass up to one of few: what is chosen by it is compiled for each.
+
+    Entries beyond those of a sequence cost a program that ends at once.
+    """
+    return max(LEAST_END, 1 << (end - 1).bit_length())
 
 
 def build_rows(
@@ -35,8 +45,10 @@ def build_rows(
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     first = np.cumsum(lengths, dtype=np.int32) - lengths
     width = max(len(chunk.block_ids) for chunk in chunks)
+    max_end = int((starts + lengths).max())
     if torch.device(device).type == "cuda":  # kernels are compiled apart for strides of 16
         width = -(-width // 16) * 16
+        max_end = end_class(max_end)
     tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in enumerate(chunks):
         tables[row, : len(chunk.block_ids)] = chunk.block_ids
@@ -61,7 +73,7 @@ def build_rows(
         **found,
         block_size=block_size,
         max_length=int(lengths.max()),
-        max_end=int((starts + lengths).max()),
+        max_end=max_end,
         spans=tuple(zip(first.tolist(), lengths.tolist(), starts.tolist(), strict=True)),
     )
     return rows, logit_rows

@@ -307,7 +307,8 @@ def _scores_short(
             tl.store(out + row * width + entry, score, mask=entry < width)
 
 
-@triton.jit
+# Not made anew for one sequence or two, nor for every number of rows.
+@triton.jit(do_not_specialize=["idle", "from_row", "to_row", "sequences"])
 def _scores_long(
     q, head_w, keys, positions, first, lengths, tables, table_width, candidates, groups, out, best,
     width, idle, from_row, to_row, sequences,

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.device.compiles import compiling
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
+from engine.device.warm_up import warm_chunks
 from engine.kernels.feed import UNUSABLE, feed_triton
 from engine.kernels.ops import ops
 from engine.model.fast import load_fast_model
@@ -98,7 +99,11 @@ def test_a_pass_needs_nothing_that_kernels_write(
     runner._compile(
         [
             partial(runner._decode, 4),
-            *(partial(runner._warm, length, start) for length in (1, 17, 70) for start in (0, 100)),
+            *(
+                partial(runner._warm, chunk)
+                for chunk in warm_chunks(70, 120, 16, has_tail=False, has_ends=False)
+                if len(chunk.token_ids) in (1, 17, 70)
+            ),
         ]
     )
 

@@ -1,0 +1,56 @@
+"""Prompts to process before the first request: of every class of shapes, and of nobody.
+
+Kernels are compiled for what is known of numbers and shapes: whether a count of rows is one, few, a
+multiple of 16, how many entries may lie before a row, whether windows are cut. What follows has one
+prompt for each, in the dummy slot and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.api import PrefillMode
+from engine.device.rows import LEAST_END
+from engine.plan.step import Chunk
+
+#: Rows of prompts, one for each class.
+LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
+#: The same where tails' windows are cut.
+TAIL_LENGTHS = (2, 8, 16, 32, 128)
+#: Rows of prompts whose ends are of each class: scored one by one, and in tiles.
+END_LENGTHS = (8, 17)
+
+
+def warm_chunks(
+    longest: int, most: int, block_size: int, *, has_tail: bool, has_ends: bool
+) -> Iterator[Chunk]:
+    """Give prompts, the shorter ones first.
+
+    Args:
+        longest: rows of the longest pass.
+        most: positions of a request.
+        block_size: of the pool.
+        has_tail: whether late layers may process fewer rows.
+        has_ends: whether passes differ by where they end (engine.device.rows.end_class).
+    """
+    for length in sorted({min(n, longest) for n in (*LENGTHS, longest - 1, longest)} - {0}):
+        for start in sorted({0, most - length}):
+            yield _chunk(length, start, block_size)
+    end = LEAST_END
+    while has_ends and end < most:
+        for length in END_LENGTHS:
+            yield _chunk(min(length, longest), end - min(length, longest), block_size)
+        end *= 2
+    if has_tail:
+        for length in sorted({min(n, longest) for n in TAIL_LENGTHS}):
+            yield _chunk(length, most - length, block_size, "bounded")
+        for mode in ("exact", "bounded"):
+            yield _chunk(longest, most - longest, block_size, mode)
+
+
+def _chunk(length: int, start: int, block_size: int, mode: PrefillMode = "off") -> Chunk:
+    blocks = (0,) * -(-(start + length) // block_size)
+    anchor = 0 if mode == "off" else start + length - 1
+    return Chunk(
+        "", 0, start, (0,) * length, blocks, wants_logits=True, prefill=mode, anchor=anchor
+    )
