@@ -30,7 +30,7 @@ _PROGRAMS = 396
 _MAX_JOBS = 4
 #: Up to so many rows there is room for the programs of two kernels.
 OVERLAP_ROWS = 32
-#: Most shares of K that a kernel adds up; one compiled kernel serves any number of them.
+#: Most shares of K that a kernel adds up.
 _MOST_SHARES = 8
 
 
@@ -315,7 +315,7 @@ def _add_up(
 
     All shares of those rows are asked for at once: each round waits for memory once.
     """
-    SOME: tl.constexpr = 16 if BT >= 64 else 8
+    SOME: tl.constexpr = (16 if BT >= 64 else 8) * (2 if MOST <= 4 else 1)
     n = n0 + tl.arange(0, BN)
     for r in tl.range(t0, tl.minimum(t0 + BT, T), SOME, num_stages=1):
         t = r + tl.arange(0, SOME)
@@ -436,7 +436,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
     counters = _counters(device)
     overlap = overlaps(device) and rows <= OVERLAP_ROWS
     scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
-    used, large = 0, any(config.bt == 64 for config in configs)
+    used, most, large = 0, 1, any(config.bt == 64 for config in configs)
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
         tiles = triton.cdiv(n, config.bn) * triton.cdiv(rows, config.bt)
@@ -444,6 +444,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         even = n % config.bn == 0 and k % config.bk == 0
         parts = job.out.dim() == 3
         waits = config.split > 1 and not parts
+        most = max(most, triton.next_power_of_2(config.split) if waits else 1)
         scratches.append(
             torch.empty(rows * config.split * n, dtype=torch.float32, device=device)
             if waits
@@ -472,7 +473,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         tuple(shares),
         HOPPER=is_hopper(device),
         OVERLAP=overlap,
-        MOST=_MOST_SHARES,
+        MOST=most,
         FORMS=tuple(forms),
         TILES=tuple((c.bt, c.bn, c.bk, c.stages) for c in configs),
         num_warps=8 if large else 4,
