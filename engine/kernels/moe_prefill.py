@@ -212,7 +212,7 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
 
 
 @triton.jit
-def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, num_tiles, weights,
+def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, weights,
                     limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                     WIDTH: tl.constexpr, SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
@@ -221,10 +221,11 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
     blocks: tl.constexpr = (N + 2 * BM - 1) // (2 * BM)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if tile < tl.load(num_tiles):
-        expert = tl.load(tiles + tile * 3).to(tl.int64)
-        first = tl.load(tiles + tile * 3 + 1)
-        count = tl.load(tiles + tile * 3 + 2)
+    # All at once: nothing else of a program runs before they are there.
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    if count > 0:  # a tile in use
         data += expert * data_apart
         scale += expert * scale_apart
         # An expert's last tile is often short.
@@ -326,7 +327,6 @@ def _product(
         out,
         routing.order,
         routing.tiles,
-        routing.num_tiles,
         routing.weights,
         limit,
         CHOICES=choices,

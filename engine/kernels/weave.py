@@ -50,7 +50,7 @@ def weave_device(x):
     return tl.reshape(tl.permute(apart, (0, 1, 3, 4, 2, 5)), (M, N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # no new kernel for every number of rows
 def _weave_kernel(x, out, T, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
