@@ -138,6 +138,8 @@ _STEP = tl.constexpr(2.0**-GUMBEL_BITS)
 BLOCK = 1024
 #: Rounds that all programs make together: at top_p = 0.9 one draw in 200 needs more.
 ROUNDS = 2
+#: Programs of the rounds, about as many as run at once.
+_PROGRAMS = 2048
 
 
 @triton.jit
@@ -276,10 +278,13 @@ def _weigh(
     ROUND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, b): what of chunk c comes before the winner that round ROUND found in row b."""
+    """Program (i, b): what of every num_programs(0)-th chunk comes before the winner of a round.
+
+    Round ROUND found it in row b.
+    """
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    c, b = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(1)
     size = tl.num_programs(1) * parts
     heat, wanted = tl.load(temperature + b), tl.load(top_p + b)
     if (heat > 0) & (wanted < 1):
@@ -294,14 +299,15 @@ def _weigh(
                     drawn + from_round, drawn_id + from_round, b, parts, PARTS
                 )
                 limit = _logit(logits, b, limit_id, V)
-                share, best, best_id = _before(
-                    logits, mask, sums, b, c * BLOCK + tl.arange(0, BLOCK), V, heat, level, limit,
-                    limit_id, HAS_MASK,
-                )  # fmt: skip
-                at = b * parts + c
-                tl.store(before + from_round + at, share)
-                tl.store(drawn + from_round + size + at, best)
-                tl.store(drawn_id + from_round + size + at, best_id)
+                for c in range(tl.program_id(0), parts, tl.num_programs(0)):
+                    share, best, best_id = _before(
+                        logits, mask, sums, b, c * BLOCK + tl.arange(0, BLOCK), V, heat, level,
+                        limit, limit_id, HAS_MASK,
+                    )  # fmt: skip
+                    at = b * parts + c
+                    tl.store(before + from_round + at, share)
+                    tl.store(drawn + from_round + size + at, best)
+                    tl.store(drawn_id + from_round + size + at, best_id)
 
 
 @triton.jit
@@ -383,7 +389,8 @@ def sample_triton(
         vocab, parts, BLOCK=BLOCK, num_warps=4, **masked,
     )  # fmt: skip
     for done in range(ROUNDS):
-        _weigh[(parts, rows)](
+        # Mostly there is nothing to do: no more programs than run at once.
+        _weigh[(max(1, min(parts, _PROGRAMS // rows)), rows)](
             logits, temperature, top_p, mask, high, drawn, drawn_id, mass, before, sums, vocab,
             parts, ROUND=done, BLOCK=BLOCK, PARTS=padded, num_warps=4, **masked,
         )  # fmt: skip

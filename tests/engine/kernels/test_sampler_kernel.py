@@ -70,6 +70,13 @@ def test_draws_are_the_references(vocab, form):
         assert usable.all()
 
 
+def test_programs_that_take_several_chunks_draw_the_same(monkeypatch):
+    """With fewer programs than chunks of a row, a chunk is left out or counted twice."""
+    monkeypatch.setattr(sampler, "_PROGRAMS", 14)  # two for each of seven rows of five chunks
+    logits = noise(7, 600, 3, 0.05)
+    assert draw("triton", logits, SETTINGS, 9)[0].tolist() == expected(logits, SETTINGS, 9)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_ties_go_to_the_lowest_id(form):
     """Equal logits, signed zeros among them: greedy takes the first, a nucleus keeps the first."""
