@@ -44,7 +44,8 @@ from gateway.launch import serve
 from gateway.settings import Settings
 
 CONTEXT, BLOCK = 2048, 256
-PROMPT = "Once upon a time there was a machine that held more than it could carry. "
+#: Short, so that it is one wave and leaves the slots to the trace.
+PROMPT = "Once upon"
 
 
 class Beyond(EmbeddedBackend):
@@ -81,7 +82,7 @@ class Beyond(EmbeddedBackend):
         self.model = model
         k, experts = config.num_experts_per_tok, config.n_routed_experts
         lines = [
-            reuse_trace(a.tokens, experts, k, a.slots, a.hit, layer)
+            reuse_trace(a.tokens, experts, k, range(a.slots), a.hit, layer)
             for layer in range(config.num_hidden_layers)
         ]
         trace = np.array(lines, np.int32).transpose(1, 0, 2)[:, :, None]

@@ -13,6 +13,7 @@ import itertools
 import operator
 import random
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,20 @@ QWEN = "qwen3-30b-a3b"
 
 
 def reuse_trace(
-    steps: int, experts: int, per_step: int, slots: int, hit: float, seed: int
+    steps: int, experts: int, per_step: int, held: Sequence[int], hit: float, seed: int
 ) -> list[list[int]]:
-    """Choices of one layer: distinct within a step, each from the K used last with probability h."""
+    """Choices of one layer: distinct within a step, each from the K used last with probability h.
+
+    Args:
+        steps: how many.
+        experts: E.
+        per_step: choices of a step.
+        held: the K experts that slots hold now, used longest ago first.
+        hit: h.
+        seed: of the draws.
+    """
     draw = random.Random(seed)
-    recent = list(range(slots))  # least recently used first
+    recent, slots = list(held), len(held)
     found = []
     for _ in range(steps):
         known = set(recent)
@@ -325,12 +335,15 @@ class PagedBench:
 
     def trace(self, kind: str, hit: float, steps: int, batch: int) -> Choices:
         """Choices int32 [steps, layers, rows, k]: "reuse", "zipf" or "uniform"."""
-        k, paged = self.per_row, self.paged
-        slots = paged[0].num_slots if paged else self.experts
-        lines = []
-        for layer in range(self.layers):
+        k, lines = self.per_row, []
+        for layer, experts in enumerate(self.model.experts):
             if kind == "reuse":
-                lines.append(reuse_trace(steps, self.experts, k * batch, slots, hit, layer))
+                held = list(range(self.experts))
+                if isinstance(experts, PagedExperts):
+                    table = experts.read_residency()
+                    order = sorted(range(table.num_slots), key=lambda s: (table.last_use[s], s))
+                    held = [table.slot_expert[slot] for slot in order]
+                lines.append(reuse_trace(steps, self.experts, k * batch, held, hit, layer))
                 continue
             draw = zipf_trace if kind == "zipf" else uniform_trace
             each = [draw(steps, self.experts, k, 1000 * layer + b) for b in range(batch)]
