@@ -103,10 +103,10 @@ class Pass:
     def narrow(self, to: Narrowing) -> None:
         """Go on with fewer rows; what was chosen for those that are left stays chosen."""
         self.rows = to.rows
-        self.choices = {at: c.index_select(0, to.kept) for at, c in self.choices.items()}
-        self.taps = {at: tap.index_select(0, to.kept) for at, tap in self.taps.items()}
+        self.choices = {at: to.take(choice) for at, choice in self.choices.items()}
+        self.taps = {at: to.take(tap) for at, tap in self.taps.items()}
         if self.candidates is not None:
-            self.candidates = self.candidates.index_select(0, to.kept)
+            self.candidates = to.take(self.candidates)
 
 
 @dataclass(slots=True)
