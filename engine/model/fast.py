@@ -32,7 +32,7 @@ from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.drafting import Drafter
 from engine.model.engram import Ints, NgramHash, fold_table
-from engine.model.experts import Experts
+from engine.model.experts import Experts, Meanwhile
 from engine.model.packed import (
     CheckpointSource,
     PackedLayer,
@@ -43,6 +43,7 @@ from engine.model.packed import (
     pack,
 )
 from engine.model.placement import Placement
+from engine.model.prefetch import Guess, Prefetch, guess_by_gate, guess_by_table
 from engine.model.v4 import frequencies
 from engine.plan.records import forms_of
 
@@ -173,6 +174,7 @@ class FastModel:
         self.config = config
         self.dtype = dtype
         self.ops = kernels
+        self.prefetch: Prefetch | None = None
         self.round_trips = round_trips
         self.weights = weights
         self._device = device = weights.embed.device
@@ -621,7 +623,22 @@ class FastModel:
             m.shared2,
             limit=c.swiglu_limit,
             act_group=self.act_group,
+            meanwhile=self._meanwhile(m.experts, site.x, rows),
         )
+
+    def use_prefetch(self) -> None:
+        """Bring experts in ahead of each layer; see engine.model.prefetch."""
+        k, guesses = self.config.num_experts_per_tok, list[tuple[Experts, Guess]]()
+        for m in (layer.moe for layer in self.weights.layers):
+            by_gate = guess_by_gate(m.gate, k, m.bias)
+            guess = by_gate if m.tid2eid is None else guess_by_table(m.tid2eid)
+            guesses.append((m.experts, guess))
+        self.prefetch = Prefetch(guesses, k)
+
+    def _meanwhile(self, experts: Experts, x: Tensor, rows: Rows) -> Meanwhile | None:
+        if self.prefetch is None:
+            return None
+        return partial(self.prefetch.begin, self.ops, experts, x, rows)
 
     # ------------------------------------------------------------ Engram (2.10)
 
