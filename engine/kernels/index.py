@@ -16,7 +16,7 @@ from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.places import completes, entry_places, norm
 from engine.kernels.record_device import record_tile_device, store_record_device
 from engine.kernels.records import layout_of, pack_torch, unpack_torch
-from engine.kernels.rope import rotate_device, rotate_torch
+from engine.kernels.rope import rotate_device, rotate_pairs_device, rotate_torch
 from engine.kernels.roundtrip import round_trip, round_trip_device, signs_device, signs_for
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
@@ -217,10 +217,13 @@ def index_queries_device(
         row = first + tile * ROWS + tl.arange(0, ROWS)
         real = row < count
         t = row // H
-        at = t.to(tl.int64) * q_stride + row % H * D
-        x = tl.load(q + at[:, None] + column, mask=real[:, None], other=0.0)
+        at = q + (t.to(tl.int64) * q_stride + row % H * D)[:, None]
         position = tl.load(positions + t, mask=real, other=0)
-        turned = cast(rotate_device(x.to(tl.float32), rope, position, PAIRS), x.dtype)
+        x = tl.load(at + column, mask=real[:, None], other=0.0)
+        # From the cache: an exchange between threads would go through shared memory.
+        partner = tl.load(at + (column ^ 1), mask=real[:, None], other=0.0).to(tl.float32)
+        turned = rotate_pairs_device(x.to(tl.float32), partner, rope, position, PAIRS)
+        turned = cast(turned, x.dtype)
         stored = round_trip_device(turned, FORM, 0, matrix)
         tl.store(out + row.to(tl.int64)[:, None] * D + column, stored, mask=real[:, None])
 

@@ -76,3 +76,20 @@ def rotate_device(x, rope, positions, R: tl.constexpr, INVERSE: tl.constexpr = F
     sin = tl.where((column % 2 == 0)[None, :] == INVERSE, sin, -sin)
     partner = tl.reshape(tl.flip(tl.reshape(x, (M, N // 2, 2)), 2), (M, N))
     return x * cos + partner * sin
+
+
+@triton.jit
+def rotate_pairs_device(x, partner, rope, positions, R: tl.constexpr):
+    """As rotate_device, where the other number of each pair is there as well, float32 [M, N].
+
+    For tiles of many rows: turns are read several at a time, and nothing moves between threads.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, N // 2) - (N // 2 - R)
+    turned = (pair >= 0)[None, :]
+    at = positions.to(tl.int64)[:, None] * (2 * R) + pair[None, :]
+    cos = tl.load(rope + at, mask=turned, other=1.0)
+    sin = tl.load(rope + at + R, mask=turned, other=0.0)
+    cos = tl.reshape(tl.join(cos, cos), (M, N))
+    return x * cos + partner * tl.reshape(tl.join(-sin, sin), (M, N))
