@@ -223,12 +223,18 @@ class Engine:
         self.core.submit(GenerateRequest(name, ids, sampling, prefill=prefill))
         return name
 
+    def _step(self) -> list[TokenDelta]:
+        """Run one step; a request that fails ends the benchmark."""
+        deltas = self.core.step()
+        for delta in deltas:
+            if delta.error is not None:
+                raise RuntimeError(delta.error)
+        return deltas
+
     def run(self, note: Callable[[TokenDelta, float], None]) -> None:
         """Run until nothing is left, noting each delta and when it came."""
         while self.core.has_work:
-            for delta in self.core.step():
-                if delta.error is not None:
-                    raise RuntimeError(delta.error)
+            for delta in self._step():
                 note(delta, time.perf_counter())
 
     def ttft(self, length: int, repeats: int) -> dict[str, Any]:
@@ -250,33 +256,24 @@ class Engine:
     def decode(
         self, batch: int, prompt: int, new: int, repeats: int, warm_ups: int = WARM_UPS
     ) -> dict[str, Any]:
-        """Milliseconds of a step of streams that start together."""
+        """Milliseconds of a step of streams, from when the last one has begun."""
         steps, rates, host = [], [], []
         for _ in range(warm_ups + repeats):
-            came: dict[str, list[float]] = {}
-            since: list[tuple[float, int, float]] = []  # when the last stream began
-
-            def note(
-                delta: TokenDelta,
-                now: float,
-                came: dict[str, list[float]] = came,
-                since: list[tuple[float, int, float]] = since,
-            ) -> None:
-                came.setdefault(delta.request_id, []).append(now)
-                if not since and len(came) == batch:
-                    since.append((now, self.runner.num_launched, self._waited))
-
-            for _ in range(batch):
-                self.submit(self.ids(prompt), new)
-            self.run(note)
-            first = max(times[0] for times in came.values())
-            last = min(times[-1] for times in came.values())
-            count = sum(first < now <= last for times in came.values() for now in times)
-            ((begin, launched, waited),) = since
-            spent = time.perf_counter() - begin - (self._waited - waited)
-            host.append(spent * 1e6 / (self.runner.num_launched - launched))
-            rates.append(count / (last - first))
-            steps.append((last - first) * 1e3 * batch / count)
+            names = [self.submit(self.ids(prompt), self._context - prompt) for _ in range(batch)]
+            begun: set[str] = set()
+            while len(begun) < batch:
+                begun.update(delta.request_id for delta in self._step())
+            begin, launched, waited = time.perf_counter(), self.runner.num_launched, self._waited
+            tokens = 0
+            while tokens < batch * (new - 1):
+                tokens += len(self._step())
+            spent = time.perf_counter() - begin
+            busy = spent - (self._waited - waited)
+            host.append(busy * 1e6 / (self.runner.num_launched - launched))
+            rates.append(tokens / spent)
+            steps.append(spent * 1e3 * batch / tokens)
+            for name in names:
+                self.core.abort(name)
         touched, bound = self._bound(batch, prompt + new // 2)
         ms_step = spread(steps[warm_ups:], 4)
         return {
@@ -300,7 +297,7 @@ class Engine:
 
         def steps(until: Callable[[], bool]) -> None:
             while not until():
-                for delta in self.core.step():
+                for delta in self._step():
                     times.setdefault(delta.request_id, []).append(time.perf_counter())
 
         steps(lambda: len(times) == streams and min(map(len, times.values())) > 100)
@@ -376,7 +373,7 @@ class Engine:
                 name = open_names.pop(draw.randrange(len(open_names)))
                 self.core.abort(name)
                 aborted.add(name)
-            for delta in self.core.step():
+            for delta in self._step():
                 tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     ended[delta.request_id] = delta.finish_reason
@@ -432,6 +429,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             repeats = max(2, args.repeats * 8192 // max(length, 8192))
             yield {**engine.ttft(length, repeats), **common}
         for batch, length in LONG if "long" in what else ():
+            engine.begin_anew(prefix_cache=False, mixed=args.chunk)
             # Prompts take long and everything is warm by now, so once is enough.
             yield {**engine.decode(batch, length, args.new_tokens, 1, warm_ups=0), **common}
         for mixed in mixes if "beside" in what else ():
