@@ -33,6 +33,7 @@ from bench.rows import make_rows, spread, write_rows
 from engine.api import PrefillMode, TokenDelta
 from engine.kernels.rows import Narrowing
 from engine.model.fast import Flow, Pass
+from engine.options import TAIL_BUCKETS
 
 Row = dict[str, Any]
 WARM_UPS = 1
@@ -277,7 +278,9 @@ def main() -> None:
         help="comma-separated: prompts x tokens x new tokens x repeats",
     )
     parser.add_argument("--cached", type=int, default=65536, help="tokens of the cached prompt")
-    parser.add_argument("--tail-buckets", default="", help="rows of tails to capture")
+    parser.add_argument(
+        "--tail-buckets", default=",".join(map(str, TAIL_BUCKETS)), help="rows of tails to capture"
+    )
     parser.add_argument("--context", type=int, default=68 * 1024)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=8192)
@@ -287,11 +290,12 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for row in figures(args):
+        # As it stands: what was measured is kept if the run is cut.
         text = orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS)
-        print(text.decode(), flush=True)
-        rows.append(orjson.loads(text))
-        if args.out:  # as it stands: what was measured is kept if the run is cut
-            write_rows(args.out, make_rows("bench.replay", args.device, rows))
+        rows += make_rows("bench.replay", args.device, [orjson.loads(text)])
+        print(orjson.dumps(rows[-1]).decode(), flush=True)
+        if args.out:
+            write_rows(args.out, rows)
 
 
 if __name__ == "__main__":
