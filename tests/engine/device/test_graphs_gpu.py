@@ -34,7 +34,7 @@ def exact_products() -> Iterator[None]:
 
 
 #: The twins come first: they need no compilation and show what is wrong with graphs and streams.
-MODES = [("v41", "torch"), ("v4", "torch"), ("v4", "triton"), ("v41", "triton")]
+MODES = [("v41", "torch"), ("v4", "triton"), ("v41", "triton")]
 
 
 @pytest.fixture(scope="module", params=MODES, ids="-".join)
@@ -199,12 +199,7 @@ def test_nothing_was_compiled_for_a_request(core: EngineCore) -> None:
     assert runner_of(core).compiles.late == []
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"kernels": "triton"}, {"kernels": "torch"}, {"graphs": False, "kernels": "torch"}],
-    ids=["fused", "graph", "eager"],
-)
-def test_the_shipped_checkpoint_answers_as_on_the_cpu(how: dict[str, Any]) -> None:
+def test_the_shipped_checkpoint_answers_as_on_the_cpu() -> None:
     """Greedy tokens of 24 prompts are the CPU's, up to the first tie within rounding."""
     draw = random.Random(5)
     sampling = SamplingParams(24, temperature=0.0, top_logprobs=2, ignore_eos=True)
@@ -228,7 +223,7 @@ def test_the_shipped_checkpoint_answers_as_on_the_cpu(how: dict[str, Any]) -> No
                 found.setdefault(delta.request_id, []).append(delta)
         return found
 
-    cpu, gpu = answers(device="cpu", cpu_threads=4), answers(device="cuda", **how)
+    cpu, gpu = answers(device="cpu", cpu_threads=4), answers(device="cuda", max_num_seqs=8)
     compared = 0
     for name, deltas in cpu.items():
         for a, b in zip(deltas, gpu[name], strict=True):
