@@ -34,8 +34,8 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
 
 
 def _replay(read: Read) -> list[str]:
-    rows = read("gpu-replay-v41-40l")
-    firsts = [r for r in rows if r["bench"] == "ttft"]
+    rows = [*read("gpu-replay-v41-40l"), *read("gpu-replay-v41-40l-many")]
+    firsts = [r for r in rows if r["bench"] == "ttft" and r.get("tail_graphs", True)]
     if not firsts:
         return []
     lines = [
@@ -107,8 +107,7 @@ def _paged(read: Read) -> list[str]:
     rows = [
         r
         for r in found
-        if (r["bench"], r["mode"], r["batch"]) == ("paged", "paged", 1)
-        and "prefetch_accuracy" not in r
+        if r["bench"] == "paged" and r["batch"] == 1 and "prefetch_accuracy" not in r
     ]
     if not rows:
         return []
