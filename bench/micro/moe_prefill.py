@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,25 +22,22 @@ from torch import Tensor
 from bench.micro.index import setting
 from bench.micro.moe import LIMIT, TOPK, Layer, routed
 from bench.micro.timing import BANDWIDTH, RATE, replayed_us
-from engine.kernels import moe_prefill
+from engine.kernels import moe_prefill, router
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_prefill import LONG_FP4, SHORT_FP4, Tiling
-from engine.kernels.router import group_torch, group_triton
+from engine.kernels.router import LONG_TILE, SHORT_TILE, group_torch, group_triton
 from engine.kernels.weave import CHUNK
 
-#: Rows and the cut for them; the first of each number of rows is the one in use.
-CUTS: list[tuple[int, Tiling]] = [
-    (1024, SHORT_FP4),
-    (8192, LONG_FP4),
-    (1024, Tiling(128, 128, 8, 3, 128)),
-    (1024, Tiling(128, 128, 8, 4)),
-    (1024, Tiling(128, 128, 16, 4)),
-    (8192, Tiling(128, 128, 8, 4)),
-    (8192, Tiling(128, 128, 16, 3)),
-    (8192, Tiling(128, 128, 16, 4)),
-    (8192, Tiling(64, 128, 4, 2)),
-    (8192, Tiling(64, 128, 8, 3)),
-    (1024, Tiling(64, 128, 4, 4, 168)),
+#: Rows, pairs of a tile and the cut for them; the first of each number of rows is the one in use.
+CUTS: list[tuple[int, int, Tiling]] = [
+    (1024, SHORT_TILE, SHORT_FP4),
+    (8192, LONG_TILE, LONG_FP4),
+    (8192, 64, Tiling(128, 128, 8, 3, 128, True)),
+    (1024, 32, Tiling(128, 128, 8, 4, 128, True)),
+    (8192, 128, Tiling(128, 128, 8, 3, None, True)),
+    (8192, 64, Tiling(128, 128, 8, 3, 128, False)),
+    (1024, 64, Tiling(128, 128, 8, 3, 128, True)),
+    (1024, 32, Tiling(128, 128, 8, 2, 80, True)),
 ]
 
 
@@ -55,6 +54,16 @@ def check() -> None:
         print(f"{rows} rows: relative error {error:.1e}, repeats bitwise: {same}", flush=True)
 
 
+@contextmanager
+def using(pairs: int, cut: Tiling) -> Iterator[None]:
+    """All launches cut like this for a while."""
+    with (
+        setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut),
+        setting(router, SHORT_TILE=pairs, LONG_TILE=pairs),
+    ):
+        yield
+
+
 def launches(layer: Layer, rows: int) -> list[partial[None]]:
     """The launches of the routed experts; the second alone if `hidden` takes no such blocks."""
     routing, inner = routed(rows, layer.experts), layer.w2.shape[-1]
@@ -69,15 +78,16 @@ def launches(layer: Layer, rows: int) -> list[partial[None]]:
 
 def cuts(layer: Layer, only: list[int]) -> None:
     """Time the launches of some cuts."""
-    for rows, cut in (CUTS[i] for i in only):
-        with setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut):
+    for rows, pairs, cut in (CUTS[i] for i in only):
+        with using(pairs, cut):
             times = [replayed_us([call], repeats=3) for call in launches(layer, rows)]
         share = 2 * rows * TOPK * layer.d * layer.w2.shape[-1]
         flops = share * (3 if len(times) > 1 else 1)
         nbytes = layer.w2.nbytes + (layer.w13.nbytes if len(times) > 1 else 0)
         us = sum(times)
         print(f"{rows} rows {' + '.join(f'{t:.0f}' for t in times)} us {flops / us / 1e6:4.0f} "
-              f"TFLOP/s {nbytes / us / BANDWIDTH * 1e8:3.0f}% read: {cut}", flush=True)  # fmt: skip
+              f"TFLOP/s {nbytes / us / BANDWIDTH * 1e8:3.0f}% read: {pairs} pairs, {cut}",
+              flush=True)  # fmt: skip
 
 
 def whole(layer: Layer, name: str, rows: int) -> None:
@@ -105,8 +115,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.profile is not None:
-        rows, cut = CUTS[given.profile]
-        with setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut):
+        rows, pairs, cut = CUTS[given.profile]
+        with using(pairs, cut):
             for call in launches(Layer("v4-flash", 256 if rows > 1024 else 64, 1), rows) * 2:
                 call()
         torch.cuda.synchronize()

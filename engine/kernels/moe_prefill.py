@@ -23,7 +23,14 @@ from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import SHORT_TILE, Routing, parts_dtype, tile_pairs
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
-from engine.kernels.weave import CHUNK, weave_device, weave_triton, woven_rows, woven_weights
+from engine.kernels.weave import (
+    CHUNK,
+    weave_device,
+    weave_triton,
+    woven_halves,
+    woven_rows,
+    woven_weights,
+)
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Sign, exponent and mantissa of codes, moved to where bfloat16 has them, times a factor; see
@@ -151,23 +158,33 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
 @triton.jit
 def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
           BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-          WOVEN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+          WOVEN: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Products of weight rows [M] with rows of x [BN]: float32 [M, BN]."""
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros((rows.shape[0], BN), tl.float32)
     x_rows = x + source[None, :].to(tl.int64) * K
     for step in range((K + BK - 1) // BK):
-        column = step * BK + tl.arange(0, BK)
-        at = x_rows + column[:, None]
-        values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
         if WOVEN:
             byte = step * (BK // 2) + tl.arange(0, BK // 2)
             codes = tl.load(data + rows[:, None] * (K // 2) + byte[None, :])
             scales = _scales(scale, rows, step, N, K, BK, KIND, BLOCK, EVEN)
-            weights = woven_weights(codes, scales, WARPS)
+            if HALVES:
+                # The second half is unpacked while the first one is multiplied.
+                column = step * BK + tl.arange(0, BK // 2)
+                first = tl.load(x_rows + column[:, None])
+                last = tl.load(x_rows + (BK // 2 + column)[:, None])
+                left, right = woven_halves(codes)
+                sums = dot(woven_weights(left, scales, WARPS).to(dtype), first, sums)
+                sums = dot(woven_weights(right, scales, WARPS).to(dtype), last, sums)
+            else:
+                values = tl.load(x_rows + (step * BK + tl.arange(0, BK))[:, None])
+                sums = dot(woven_weights(codes, scales, WARPS).to(dtype), values, sums)
         else:
+            column = step * BK + tl.arange(0, BK)
+            at = x_rows + column[:, None]
+            values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
             weights = _weights(data, scale, rows, step, N, K, BK, KIND, BLOCK, dtype, EVEN)
-        sums = dot(weights.to(dtype), values, sums)
+            sums = dot(weights.to(dtype), values, sums)
     if KIND != "plain" and dtype == tl.bfloat16:
         sums *= 65536.0
     return sums
@@ -178,7 +195,8 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
           CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
           SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
           KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr,
-          WOVEN: tl.constexpr, WEAVE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+          WOVEN: tl.constexpr, WEAVE: tl.constexpr, HALVES: tl.constexpr,
+          WARPS: tl.constexpr):  # fmt: skip
     """One tile of up to BN pairs, two blocks of BM weight rows."""
     n = tl.arange(0, BN)
     valid = n < count
@@ -189,7 +207,8 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
     m = woven_rows(2 * BM, WARPS) if WOVEN else tl.arange(0, 2 * BM)
     column = block * (2 * BM if SECOND else BM)
     rows = column + (m if SECOND else m % BM + m // BM * (N // 2))
-    sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN, WOVEN, WARPS)
+    sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN, WOVEN,
+                 HALVES, WARPS)  # fmt: skip
     if SECOND:
         value = tl.trans(sums)
     else:
@@ -217,7 +236,7 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
                     WIDTH: tl.constexpr, SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
                     EVEN: tl.constexpr, WOVEN: tl.constexpr, WEAVE: tl.constexpr,
-                    WARPS: tl.constexpr):  # fmt: skip
+                    HALVES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     blocks: tl.constexpr = (N + 2 * BM - 1) // (2 * BM)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -232,15 +251,15 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
         if BN > 64 and count <= BN // 4:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN // 4, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  WARPS)  # fmt: skip
-        elif BN > 64 and count <= BN // 2:
+                  HALVES, WARPS)  # fmt: skip
+        elif BN > 32 and count <= BN // 2:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN // 2, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  WARPS)  # fmt: skip
+                  HALVES, WARPS)  # fmt: skip
         else:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  WARPS)  # fmt: skip
+                  HALVES, WARPS)  # fmt: skip
 
 
 # ---------------------------------------------------------------- launches
@@ -256,6 +275,7 @@ class Tiling:
         warps: of a program.
         stages: of the pipeline.
         registers: most of a thread, None for no bound.
+        halves: whether a step of FP4 weights is two products.
     """
 
     block: int
@@ -263,6 +283,7 @@ class Tiling:
     warps: int
     stages: int
     registers: int | None = None
+    halves: bool = False
 
 
 #: FP4 weights and few pairs: bound by the reading of weights, two programs a multiprocessor.
@@ -276,13 +297,13 @@ OTHER = Tiling(128, 64, 8, 4)
 def _tiling(x: Tensor, act_group: int | None, woven: bool, pairs: int) -> Tiling:
     """For rows x, hidden values rounded in groups, one of the operands woven, pairs of a tile."""
     least = act_group or 16  # a group is rounded within a block
+    like = SHORT_FP4 if pairs <= SHORT_TILE else LONG_FP4
     if INTERPRETED:
-        return Tiling(max(CHUNK if woven else 32, least), CHUNK if woven else 32, 4, 1)
+        wide = CHUNK if woven else 32
+        return Tiling(max(wide, least), wide, 4, 1, halves=like.halves)
     if x.dtype != torch.bfloat16:  # exact products on the plain cores: for tests
         return Tiling(max(32, least), 32, 8, 1)
-    if not woven:
-        return OTHER
-    return SHORT_FP4 if pairs <= SHORT_TILE else LONG_FP4
+    return like if woven else OTHER
 
 
 def _is_even(w: Matrix) -> bool:
@@ -343,6 +364,7 @@ def _product(
         EVEN=_is_even(w) and n % (2 * cut.block) == 0,
         WOVEN=woven,
         WEAVE=weave,
+        HALVES=cut.halves,
         WARPS=cut.warps,
         num_warps=cut.warps,
         num_stages=cut.stages,

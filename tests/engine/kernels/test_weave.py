@@ -7,17 +7,33 @@ import torch
 
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.triton_compat import tl, triton
-from engine.kernels.weave import CHUNK, weave_torch, weave_triton, woven_rows, woven_weights
+from engine.kernels.weave import (
+    CHUNK,
+    weave_torch,
+    weave_triton,
+    woven_halves,
+    woven_rows,
+    woven_weights,
+)
 from tests.engine.kernels.passes import DEVICE
 
 
 @triton.jit
-def _weights_kernel(codes, scales, out, M: tl.constexpr, WARPS: tl.constexpr):
+def _weights_kernel(codes, scales, out, M: tl.constexpr, WARPS: tl.constexpr,
+                    HALVES: tl.constexpr):  # fmt: skip
     row = woven_rows(M, WARPS)
     code = tl.load(codes + row[:, None] * 64 + tl.arange(0, 64)[None, :])
     scale = tl.load(scales + row[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int32)
-    values = woven_weights(code, scale, WARPS).to(tl.float32) * 65536.0
-    tl.store(out + tl.arange(0, M)[:, None] * 128 + tl.arange(0, 128)[None, :], values)
+    at = out + tl.arange(0, M)[:, None] * 128
+    if HALVES:
+        first, last = woven_halves(code)
+        values = woven_weights(first, scale, WARPS).to(tl.float32) * 65536.0
+        tl.store(at + tl.arange(0, 64)[None, :], values)
+        values = woven_weights(last, scale, WARPS).to(tl.float32) * 65536.0
+        tl.store(at + 64 + tl.arange(0, 64)[None, :], values)
+    else:
+        values = woven_weights(code, scale, WARPS).to(tl.float32) * 65536.0
+        tl.store(at + tl.arange(0, 128)[None, :], values)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (19, 640)])
@@ -30,12 +46,13 @@ def test_rows_are_woven_as_the_twin_has_it(rows: int, columns: int) -> None:
     assert not torch.equal(woven, x)
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(("rows", "warps"), [(64, 4), (256, 8), (128, 8)])
-def test_weights_meet_woven_rows(rows: int, warps: int) -> None:
+def test_weights_meet_woven_rows(rows: int, warps: int, halves: bool) -> None:
     """Unpacked codes are other numbers, of other rows or in another order than rows of x."""
     codes = torch.randint(0, 256, (rows, CHUNK // 2), device=DEVICE, dtype=torch.uint8)
     scales = torch.randint(110, 140, (rows, CHUNK // 32), device=DEVICE, dtype=torch.uint8)
     out = torch.full((rows, CHUNK), torch.nan, device=DEVICE)
-    _weights_kernel[(1,)](codes, scales, out, M=rows, WARPS=warps, num_warps=warps)
+    _weights_kernel[(1,)](codes, scales, out, M=rows, WARPS=warps, HALVES=halves, num_warps=warps)
     want = dequantise(Matrix("fp4", codes, scales, 32))
     assert torch.equal(out, weave_torch(want))
