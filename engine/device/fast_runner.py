@@ -46,7 +46,7 @@ from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.device.speculation import Block, Speculation, tally
 from engine.device.tail_graphs import TailGraphs
-from engine.device.warm_up import warm_chunks
+from engine.device.warm_up import warm_chunks, warm_groups
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel
@@ -212,6 +212,8 @@ class FastRunner:
             has_ends=self._device.type == "cuda",
         )
         passes = [partial(self._warm, chunk) for chunk in chunks]
+        groups = warm_groups(self.graphs.buckets[-1], most, self._pool.block_size)
+        passes += [partial(self._warm, *group) for group in groups]
         if self._tail_buckets:
             self.tails = self._make_tails(longest)
         with torch.inference_mode():
@@ -249,9 +251,9 @@ class FastRunner:
             warm_rows=warm_rows,
         )
 
-    def _warm(self, chunk: Chunk) -> None:
+    def _warm(self, *chunks: Chunk) -> None:
         """Process tokens that belong to nobody."""
-        done = self._begin((chunk,))
+        done = self._begin(chunks)
         done.advance(None)
         done.draw({0: Draw(SamplingParams(1, 1.0, 0.9, seed=0), 0)})
 

@@ -47,8 +47,8 @@ def build_rows(
     width = max(len(chunk.block_ids) for chunk in chunks)
     max_end = int((starts + lengths).max())
     if torch.device(device).type == "cuda":  # kernels are compiled apart for strides of 16
-        width = -(-width // 16) * 16
         max_end = end_class(max_end)
+        width = -(-max(width, -(-max_end // block_size)) // 16) * 16  # of all that it may name
     tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in enumerate(chunks):
         tables[row, : len(chunk.block_ids)] = chunk.block_ids

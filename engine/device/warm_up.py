@@ -19,6 +19,10 @@ LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 256, 300, 1024, 1100)
 TAIL_LENGTHS = (2, 8, 16, 32, 128)
 #: Rows of prompts whose ends are of each class: scored one by one, and in tiles.
 END_LENGTHS = (8, 17)
+#: Prompts of one pass: kernels tell few wanted rows from more, and count sequences in powers of two.
+GROUPS = (2, 9, 17, 33)
+#: Rows of such a pass: few, and more than any decode step has.
+GROUP_ROWS = (2, 70)
 
 
 def warm_chunks(
@@ -46,6 +50,21 @@ def warm_chunks(
             yield _chunk(length, most - length, block_size, "bounded")
         for mode in ("exact", "bounded"):
             yield _chunk(longest, most - longest, block_size, mode)
+
+
+def warm_groups(most_seqs: int, most: int, block_size: int) -> Iterator[tuple[Chunk, ...]]:
+    """Give prompts that are processed in one pass, at their beginning and far behind it.
+
+    Args:
+        most_seqs: requests at once.
+        most: positions of a request.
+        block_size: of the pool.
+    """
+    for count in sorted({min(n, most_seqs) for n in (*GROUPS, most_seqs)} - {1}):
+        for rows in GROUP_ROWS:
+            length = min(max(2, -(-rows // count)), most)
+            for start in sorted({0, most - length}):
+                yield (_chunk(length, start, block_size),) * count
 
 
 def _chunk(length: int, start: int, block_size: int, mode: PrefillMode = "off") -> Chunk:

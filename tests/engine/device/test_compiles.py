@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.device.compiles import compiling
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
-from engine.device.warm_up import warm_chunks
+from engine.device.warm_up import warm_chunks, warm_groups
 from engine.kernels.feed import UNUSABLE, feed_triton
 from engine.kernels.ops import ops
 from engine.model.fast import load_fast_model
@@ -104,6 +104,7 @@ def test_a_pass_needs_nothing_that_kernels_write(
                 for chunk in warm_chunks(70, 120, 16, has_tail=False, has_ends=False)
                 if len(chunk.token_ids) in (1, 17, 70)
             ),
+            *(partial(runner._warm, *group) for group in warm_groups(4, 120, 16)),
         ]
     )
 
