@@ -202,11 +202,15 @@ class Engine:
             self._model.config, self._model.weights, self._pool, batch, context, touched
         )
 
-    def begin_anew(self, *, prefix_cache: bool = True, mixed: int | None = None) -> None:
+    def begin_anew(
+        self, *, prefix_cache: bool = True, mixed: int | None = None, chunk: int | None = None
+    ) -> None:
         """Forget all requests; the same memory serves, perhaps under other limits."""
         options = dataclasses.replace(self._options, prefix_cache=prefix_cache)
         if mixed is not None:
             options = dataclasses.replace(options, max_mixed_tokens=mixed)
+        if chunk is not None:
+            options = dataclasses.replace(options, max_batched_tokens=chunk, max_mixed_tokens=chunk)
         self.core = EngineCore(
             self.runner, options, max_position_embeddings=self._context, replay=Replay(self.tail)
         )

@@ -94,7 +94,12 @@ JOBS = (
         engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
         150,
     ),
-    Job("replay", "bench.replay --geometry v41-40l --out gpu-replay-v41-40l", 200),
+    Job("replay", "bench.replay --geometry v41-40l --what ttft --out gpu-replay-v41-40l", 210),
+    Job(
+        "replay-many",
+        "bench.replay --geometry v41-40l --what many,cached --out gpu-replay-v41-40l-many",
+        230,
+    ),
     Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
     Job(
@@ -137,9 +142,9 @@ JOBS = (
     Job("pages-in-prompts", f'{QWEN} --slots 64 --hit "" --prompt 8192 --out gpu-paged-prompt', 80),
     Job(
         "replay-v41-12l",
-        "bench.replay --geometry v41-12l --what ttft,tails --prompt 1024,8192"
-        " --tail-buckets 128,256,512,1024 --tokens 20000 --out gpu-replay-v41-12l",
-        110,
+        "bench.replay --geometry v41-12l --what tails,ttft,chunks --prompt 1024,8192,32768"
+        " --tokens 70000 --out gpu-replay-v41-12l",
+        120,
     ),
     Job("peers", "bench.micro.peers --out gpu-peers", 150),
 )

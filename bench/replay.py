@@ -8,7 +8,7 @@ that share nothing. Modes take turns, so that what changes on the machine meets 
 are to `off` of the same run. First tokens are timed with the prefix cache off.
 
 Rows, by "bench", each with mode off, exact or bounded:
-* "ttft": one prompt, from its submission to its first token; tflop_s of `off`;
+* "ttft": one prompt, from its submission to its first token, by chunk; tflop_s of `off`;
 * "many": prompts that come at once: seconds to the first token of the last one and to the last
   token of all; tokens of prompts and replies per second;
 * "cached": a turn of 500 new tokens after a prompt that is in the prefix cache;
@@ -58,9 +58,9 @@ class Replay:
         """Run tails as they were captured, or launch by launch."""
         self.engine.runner.tails = self._tails if on else None
 
-    def ttft(self, length: int, repeats: int) -> Iterator[Row]:
-        """One prompt alone."""
-        self.engine.begin_anew(prefix_cache=False)
+    def ttft(self, length: int, repeats: int, chunk: int | None = None) -> Iterator[Row]:
+        """One prompt alone, in chunks of the engine's size or smaller ones."""
+        self.engine.begin_anew(prefix_cache=False, chunk=chunk)
         found: dict[PrefillMode, list[float]] = {mode: [] for mode in self._modes}
         for repeat in range(WARM_UPS + repeats):
             ids, warms_up = self.engine.ids(length), repeat < WARM_UPS
@@ -75,7 +75,7 @@ class Replay:
         for mode, values in found.items():
             times_of = spread(values, 2)
             row = {"bench": "ttft", "mode": mode, "batch": 1, "prompt_tokens": length,
-                   "ttft_ms": times_of, "ttft_ratio": round(times_of["median"] / base, 4)}  # fmt: skip
+                   "chunk": chunk or self.engine.chunk, "ttft_ms": times_of, "ttft_ratio": round(times_of["median"] / base, 4)}  # fmt: skip
             if mode == "off":
                 row["tflop_s"] = round(flops / times_of["median"] / 1e9, 1)
             yield row
@@ -222,6 +222,7 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
         mixed=args.chunk,
         tokens=max(args.tokens, args.context),
         tail_buckets=buckets,
+        buckets=(1, args.streams),
     )
     tail = engine.tail
     if tail is None:
@@ -248,16 +249,23 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
         rows += [replay.many(n, length, new, times) for n, length, new, times in many]
     if "cached" in what:
         rows.append(replay.cached(args.cached, args.repeats))
+    if "chunks" in what:
+        rows += [
+            replay.ttft(length, 3, chunk)
+            for chunk in numbers(args.chunks)
+            for length in prompts
+            if chunk < length < 1 << 16
+        ]
     for part in rows:
         begin = time.perf_counter()
         for row in part:
-            yield {**row, **common, "tail_graphs": bool(buckets)}
+            yield {**common, **row, "tail_graphs": bool(buckets)}
         print(f"# {time.perf_counter() - begin:.1f} s", flush=True)
     if buckets and "ttft" in what:
         # The same once more without graphs, where they could matter most.
         replay.use_graphs(False)
         for row in replay.ttft(min(prompts), args.repeats):
-            yield {**row, **common, "tail_graphs": False}
+            yield {**common, **row, "tail_graphs": False}
     print(f"# compiled late: {engine.runner.compiles.late}", flush=True)
 
 
@@ -269,7 +277,9 @@ def main() -> None:
     parser.add_argument("--geometry", default="v41-40l", help="of bench.geometries, or tiny")
     parser.add_argument("--kernels", default="fused", help="eager, graph or fused")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--what", default="ttft,many,cached", help="of ttft, many, cached, tails")
+    parser.add_argument(
+        "--what", default="ttft,many,cached", help="of ttft, many, cached, tails, chunks"
+    )
     parser.add_argument("--prefill", default="off,bounded,exact")
     parser.add_argument("--prompt", default="1024,8192,32768,65536")
     parser.add_argument(
@@ -284,6 +294,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=68 * 1024)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--chunks", default="2048,4096", help="smaller chunks to try")
     parser.add_argument("--tokens", type=int, default=576 * 1024, help="that the pool has room for")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", default="", help="file of rows under bench/results")
