@@ -240,7 +240,7 @@ def _plan_slots(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: MemoryPlan) -> int:
-    for owner in ("weights", "slots", "blocks", "steps", "host"):
+    for owner in ("weights", "slots", "blocks", "steps", "prompts", "host"):
         items = [item for item in plan.items if item.owner == owner]
         total = sum(item.nbytes for item in items)
         print(f"{owner:<30}{total:>18,}")
@@ -255,7 +255,7 @@ def _print_plan(plan: MemoryPlan) -> int:
     print(f"          all requests at full context at once: {plan.blocks_wanted:,} blocks")
     if plan.budget is None:
         return 0
-    print(f"reserve   {plan.reserve:,} bytes for activations, allocator and kernels (a tenth)")
+    print(f"reserve   {plan.reserve:,} bytes for allocator and kernels (a tenth)")
     print(f"          the budget has room for {plan.blocks_possible:,} blocks")
     left = plan.budget - plan.reserve - plan.nbytes
     print(f"verdict   {'fits' if plan.fits else 'DOES NOT FIT'}, {left:,} bytes left")

@@ -30,7 +30,7 @@ from engine.plan.records import Forms, forms_of
 from engine.plan.replay import tail_of
 from engine.speculation import draft_tokens, drafting_of, speculative_buckets
 
-#: Share of a budget that is left to activations, the allocator and kernels. A rule of thumb.
+#: Share of a budget that is left to the allocator and kernels. A rule of thumb.
 RESERVE = 0.1
 #: Files with a container's memory limit in bytes: cgroup v2, then v1.
 LIMIT_FILES = (
@@ -61,8 +61,8 @@ class Item:
     """One owner of memory.
 
     Args:
-        owner: "weights", "slots", "blocks" or "steps"; "host" for what stays out of the device's
-            budget.
+        owner: "weights", "slots", "blocks", "steps" or "prompts"; "host" for what stays out of the
+            device's budget.
         what: which part.
         nbytes: its size.
         why: where the size comes from.
@@ -106,7 +106,7 @@ class MemoryPlan:
 
     @property
     def reserve(self) -> int:
-        """Bytes of the budget that are left to activations, the allocator and kernels."""
+        """Bytes of the budget that are left to the allocator and kernels."""
         return 0 if self.budget is None else math.ceil(self.budget * RESERVE)
 
     @property
@@ -170,7 +170,13 @@ def plan_memory(
     drafting = drafting_of(options)
     parts = list(pool_tensors(config, options.block_size, itemsize, forms, drafting))
     weights = _packed_weights(config, itemsize, drafting) if packed else _weights(config, itemsize)
-    steps = (*_steps(config, options, context), *_tails(config, options, context)) if packed else ()
+    steps: tuple[Item, ...] = ()
+    if packed:
+        steps = (
+            *_steps(config, options, context),
+            *_tails(config, options, context),
+            *_prompts(config, options, context, itemsize),
+        )
     items = (*weights, *_pools(parts, forms, options, num_blocks, itemsize, packed=packed), *steps)
     return MemoryPlan(
         items=items,
@@ -301,19 +307,39 @@ def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
         rows * row + sequences * 4 * (5 + blocks),
         f"{rows} rows: streams, parts, positions, block tables",
     )
-    # The most that lives at once: a layer's streams and parts, before and after it, its queries and
-    # what is attended, hidden values, and the widest matrix in its unpacked form.
-    heads = c.num_attention_heads * c.head_dim
-    matrix = max(c.q_lora_rank * heads, c.o_lora_rank * max(heads, c.o_groups * c.hidden_size))
-    live = 2 * (streams + 2 * parts * c.hidden_size) + 4 * heads
-    live += 2 * parts * c.moe_intermediate_size
-    scores = 4 * min(CHUNK_SCORES, rows * context)
     yield Item(
         "steps",
         f"tail of {rows} rows",
-        rows * live + 2 * matrix + scores,
+        _pass_nbytes(config, rows, context, 2),
         f"an estimate; those of {', '.join(map(str, buckets[:-1]))} rows lie in the same pool",
     )
+
+
+def _prompts(
+    config: ModelConfig, options: EngineConfig, context: int, itemsize: int
+) -> Iterator[Item]:
+    """What a pass over prompts takes while it runs."""
+    rows = min(context, options.resolve_max_batched_tokens(on_gpu=itemsize == 2))
+    yield Item(
+        "prompts",
+        f"pass of {rows} rows",
+        _pass_nbytes(config, rows, context, itemsize),
+        "an estimate: streams, queries, outputs of experts, scores of entries",
+    )
+
+
+def _pass_nbytes(config: ModelConfig, rows: int, context: int, itemsize: int) -> int:
+    """Most that lives at once in a pass; an estimate.
+
+    That is a layer's streams and the parts of its output, before and after it, its queries and what
+    is attended, hidden values of experts, the widest matrix in its unpacked form, and scores.
+    """
+    c, parts = config, config.num_experts_per_tok + 1
+    heads = c.num_attention_heads * c.head_dim
+    matrix = max(c.q_lora_rank * heads, c.o_lora_rank * max(heads, c.o_groups * c.hidden_size))
+    row = 2 * (c.hc_mult * c.hidden_size + parts * c.hidden_size) + 2 * heads
+    row += parts * c.moe_intermediate_size
+    return itemsize * (rows * row + matrix) + 4 * min(CHUNK_SCORES, rows * context)
 
 
 def _pools(
