@@ -32,11 +32,12 @@ LAYERS = 6
 
 #: Cuts tried beside the one that ships, by rows of a decode pass.
 DECODE_TILES = {
-    64: [Tile(64, 64, 1, 8, 1), Tile(64, 64, 3, 8, 1), Tile(64, 64, 2, 4, 1)],
-    16: [Tile(64, 64, 7, 8, 1), Tile(64, 64, 5, 8, 1), Tile(64, 64, 10, 8, 1)],
-    4: [Tile(64, 64, 10, 8, 1), Tile(64, 32, 10, 8, 1), Tile(16, 64, 10, 8, 1)],
-    1: [Tile(64, 64, 10, 8, 1), Tile(64, 32, 20, 8, 1), Tile(16, 32, 20, 4, 1)],
+    64: [],
+    16: [Tile(64, 64, 4, 8, 1), Tile(64, 64, 3, 8, 1), Tile(16, 64, 3, 8, 1)],
+    4: [Tile(16, 64, 5, 8, 0), Tile(16, 32, 10, 4, 0), Tile(16, 32, 10, 4, 1)],
+    1: [Tile(16, 64, 10, 8, 1), Tile(16, 64, 10, 8, 0), Tile(16, 32, 20, 4, 0)],
 }
+WINDOW_TILES = [Tile(64, 64, 1, 8, 1), Tile(16, 32, 4, 4, 1)]
 #: How keys lie, by name.
 FORMS = {
     "plain": Forms(),
@@ -157,7 +158,10 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     tokens, (keys, nbytes) = rows.num_rows, keys_read(one)
     moved = nbytes + 4 * tokens * HEADS * DIM
     products = keys * HEADS * DIM * 4
-    shipped = tile_for(tokens, HEADS, one.keywords["ratio"] != 0, torch.bfloat16)
+    shipped = tile_for(
+        tokens, HEADS, one.keywords["ratio"] != 0, torch.bfloat16,
+        are_records=one.keywords["window_form"] != "none",
+    )  # fmt: skip
     want = attend_torch(*one.args, **one.keywords)
     for tile in dict.fromkeys([shipped, *tiles]):
         got = attend_triton(*one.args, **one.keywords, tile=tile)
@@ -182,9 +186,11 @@ def main() -> None:
     for batch, tiles in DECODE_TILES.items():
         rows = rows_of([8000 + 61 * i for i in range(batch)], 1)
         for name, forms in FORMS.items():
-            for kind in ("choice",) if quick else ("choice", "window", "all"):
+            for kind in ("choice", "window") if quick else ("choice", "window", "all"):
                 layers = [layer(rows, kind, seed, forms) for seed in range(LAYERS)]
                 more = tiles if kind == "choice" and name != "plain" else []
+                if kind == "window" and name != "plain":
+                    more = WINDOW_TILES
                 measure(f"{name} decode {kind} B={batch}", layers, more)
     for length in (8192,) if quick else (8192, 1024):
         rows = rows_of([0 if length > 1024 else 4096], length)

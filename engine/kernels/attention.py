@@ -156,7 +156,14 @@ class Tile:
     ahead: int
 
 
-#: By rows of the pass, up to each: fewer programs per row where there are more rows.
+#: By rows of the pass, up to each: fewer programs per row where there are more rows. For records:
+_FEW_ROWS_RECORDS = {
+    2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1),
+    8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
+    32: Tile(heads=64, keys=64, splits=5, warps=8, ahead=1),
+    128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
+}
+#: For plain numbers:
 _FEW_ROWS = {
     2: Tile(heads=16, keys=64, splits=10, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
@@ -176,7 +183,9 @@ _LAUNCH = 4096
 _LEAST_CHOICE = 512
 
 
-def tile_for(rows: int, heads: int, has_entries: bool, dtype: torch.dtype) -> Tile:
+def tile_for(
+    rows: int, heads: int, has_entries: bool, dtype: torch.dtype, *, are_records: bool = False
+) -> Tile:
     """Choose the cut, from what is the same for all passes of a size.
 
     Args:
@@ -184,8 +193,11 @@ def tile_for(rows: int, heads: int, has_entries: bool, dtype: torch.dtype) -> Ti
         heads: of the layer.
         has_entries: whether rows attend entries besides their window.
         dtype: of the queries.
+        are_records: whether keys are records.
     """
-    few = _FEW_ROWS if has_entries else _FEW_ROWS_WINDOW
+    few = _FEW_ROWS_RECORDS if are_records else _FEW_ROWS
+    if not has_entries:
+        few = _FEW_ROWS_WINDOW
     tile = next((tile for most, tile in few.items() if rows <= most), _MANY_ROWS)
     if dtype == torch.float32:
         tile = _FLOAT32
@@ -263,7 +275,8 @@ def attend_triton(
     if entries is not None:
         most = topk if choice is not None else rows.max_end // ratio
     if tile is None:
-        tile = tile_for(tokens, heads, entries is not None, q.dtype)
+        has_entries = entries is not None
+        tile = tile_for(tokens, heads, has_entries, q.dtype, are_records=record is not None)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
     chosen = rows.tables if choice is None else choice

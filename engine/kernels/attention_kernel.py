@@ -1,8 +1,9 @@
 """The kernel of attention: some heads of one row over a share of the row's keys.
 
 A row's keys are those of its window that exist, oldest first, then its compressed entries. Before
-it walks them a program writes down where each lies, so that the walk itself knows no difference
-between a ring, the keys of the pass and a pool of entries: addresses take no instructions there.
+it walks them a program of many heads writes down where each lies, so that the walk itself knows no
+difference between a ring, the keys of the pass and a pool of entries: addresses take no instructions
+there. A program of few heads has few keys, and waits less if it works places out as it goes.
 Places are offsets from the ring, in units of 16 bytes of records or of 8 plain numbers: what the
 compiler needs to know to load 16 bytes at a time. Where window keys and entries are records of two
 forms, entries begin with a tile of their own, and there are two walks.
@@ -81,40 +82,22 @@ def store_output_device(o, x, rope, position, head, H, D: tl.constexpr, R: tl.co
 
 
 @triton.jit
-def list_keys_device(
-    keys,
-    first,
-    last,
-    window,
-    entries_from,
-    position,
-    start,
-    own,
-    kept,
-    entries,
-    chosen,
-    W: tl.constexpr,
-    UNITS: tl.constexpr,
-    ENTRY_UNITS: tl.constexpr,
-    N: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    CHOICE: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
-    ONE_FORM: tl.constexpr,
-    LIST: tl.constexpr,
-):
-    """Write down where keys [first, last) of a row lie, and fill tiles up.
+def places_device(
+    i, last, window, entries_from, newest, start, own, kept, entries, chosen,
+    W: tl.constexpr, UNITS: tl.constexpr, ENTRY_UNITS: tl.constexpr, PER_BLOCK: tl.constexpr,
+    CHOICE: tl.constexpr, HAS_ENTRIES: tl.constexpr, ONE_FORM: tl.constexpr,
+):  # fmt: skip
+    """Where keys i of a row lie, and which of them count.
 
-    What fills a tile up has no weight but is read: it is the row's own key, or, in a tile of
-    entries of another form, the first entry of the dummy block.
+    What does not count is read all the same: then it is the newest key, or, among entries of
+    another form, the first entry of the dummy block.
 
     Args:
-        keys: pointer to the row's list, int64.
-        first: of the share.
-        last: end of the share.
+        i: int32 [N], numbers of keys.
+        last: end of the keys.
         window: keys of the row's window.
         entries_from: number of the first entry, `window` or more.
-        position: of the newest of them.
+        newest: position of the newest key of the window.
         start: position of the first row of its sequence in this pass.
         own: place of that row's key.
         kept: place of the sequence's ring.
@@ -123,45 +106,45 @@ def list_keys_device(
         W: rows of a ring.
         UNITS: of a window key.
         ENTRY_UNITS: of an entry.
-        N: keys of a tile.
         PER_BLOCK: entries in a block.
         CHOICE: 0 if `chosen` is a block table.
         HAS_ENTRIES: whether there are any.
         ONE_FORM: whether entries have the form of window keys.
-        LIST: keys written at a time.
+
+    Returns:
+        int64 [N] and bool [N].
     """
-    filled = first + tl.cdiv(last - first, N) * N
-    filler = own + (position - start) * UNITS
-    for base in range(first, filled, LIST):
-        i = base + tl.arange(0, LIST)
-        at = position + 1 - window + i
-        place = tl.where(at >= start, own + (at - start) * UNITS, kept + at % W * UNITS)
-        place = tl.where(i < tl.minimum(window, last), place, filler)
-        if HAS_ENTRIES:
-            entry = i - entries_from
-            there = (entry >= 0) & (i < last)
-            if CHOICE > 0:
-                of_pool = tl.load(chosen + entry, mask=there, other=0).to(tl.int64)
-            else:
-                block = tl.load(chosen + entry // PER_BLOCK, mask=there, other=0)
-                of_pool = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
-            of_pool = entries + of_pool * ENTRY_UNITS
-            if ONE_FORM:
-                place = tl.where(there, of_pool, place)
-            else:
-                place = tl.where(entry >= 0, tl.where(there, of_pool, entries), place)
-        tl.store(keys + i, place, mask=i < filled)
+    at = newest + 1 - window + i
+    place = tl.where(at >= start, own + (at - start) * UNITS, kept + at % W * UNITS)
+    real = i < tl.minimum(window, last)
+    place = tl.where(real, place, own + (newest - start) * UNITS)
+    if HAS_ENTRIES:
+        entry = i - entries_from
+        there = (entry >= 0) & (i < last)
+        if CHOICE > 0:
+            of_pool = tl.load(chosen + entry, mask=there, other=-1).to(tl.int64)
+            there = of_pool >= 0
+        else:
+            block = tl.load(chosen + entry // PER_BLOCK, mask=there, other=0)
+            of_pool = block.to(tl.int64) * PER_BLOCK + entry % PER_BLOCK
+        of_pool = entries + of_pool * ENTRY_UNITS
+        if ONE_FORM:
+            place = tl.where(there, of_pool, place)
+        else:
+            place = tl.where(entry >= 0, tl.where(there, of_pool, entries), place)
+        real = real | there
+    return place, real
 
 
 @triton.jit
-def attend_tile_device(queries, key, tile, last, scale, acc, top, total):
+def attend_tile_device(queries, key, real, is_whole, scale, acc, top, total):
     """Take one tile of keys in.
 
     Args:
         queries: [M, D].
-        key: [N, D]; those from number `last` on have no weight.
-        tile: number of its first key.
-        last: end of the keys.
+        key: [N, D].
+        real: bool [N], which of them have weight.
+        is_whole: whether all have.
         scale: of the logits, times log2(e).
         acc: float32 [M, D], weighted sum so far.
         top: float32 [M], largest logit so far (base 2).
@@ -173,43 +156,62 @@ def attend_tile_device(queries, key, tile, last, scale, acc, top, total):
     M: tl.constexpr = queries.shape[0]
     N: tl.constexpr = key.shape[0]
     whole = tl.zeros((M, N), tl.float32)
-    real = tile + tl.arange(0, N) < last
     if M < 64:
         scores = dot(queries, tl.trans(key), whole) * scale
         scores = tl.where(real[None, :], scores, float("-inf"))
     # Where a product is not seen to lead straight to the next one, the compiler shares its columns
     # among the warp groups instead of computing all of them in each.
-    elif tile + N <= last:
+    elif is_whole:
         scores = dot(queries, tl.trans(key), whole) * scale
     else:
         scores = dot(queries, tl.trans(key), whole) * scale
         scores = tl.where(real[None, :], scores, float("-inf"))
     peak = tl.maximum(top, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - peak[:, None])
-    fade = tl.exp2(top - peak)
+    base = peak
+    if M < 64:  # where a tile may have no key that counts
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
     acc = dot(cast(weights, key.dtype), key, acc * fade[:, None])
     return acc, peak, total * fade[:, None] + weights
 
 
 @triton.jit
 def walk_device(
-    ring, keys, first, last, real, queries, scale, acc, top, total,
-    D: tl.constexpr, TAIL: tl.constexpr, FORM: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr,
+    ring, keys, first, last, end, window, entries_from, newest, start, own, kept, entries, chosen,
+    queries, scale, acc, top, total,
+    W: tl.constexpr, UNITS: tl.constexpr, ENTRY_UNITS: tl.constexpr, PER_BLOCK: tl.constexpr,
+    CHOICE: tl.constexpr, HAS_ENTRIES: tl.constexpr, ONE_FORM: tl.constexpr, D: tl.constexpr,
+    TAIL: tl.constexpr, FORM: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles of keys from `first` up to `last` in; keys from number `real` on do not count.
+    """Take the tiles of keys from `first` up to `last` in; keys from number `end` on do not count.
 
     Args:
         ring: what places count from.
-        keys: pointer to the row's list.
+        keys: pointer to the row's list; for few heads the places are worked out.
         first: number of the first key, of a tile.
         last: end.
-        real: end of what counts.
+        end: of what counts.
+        window: this and all to chosen as for places_device.
+        entries_from: as above.
+        newest: as above.
+        start: as above.
+        own: as above.
+        kept: as above.
+        entries: as above.
+        chosen: as above.
         queries: this and all to total as for attend_tile_device.
         scale: as above.
         acc: as above.
         top: as above.
         total: as above.
+        W: this and all to ONE_FORM as for places_device.
+        UNITS: as above.
+        ENTRY_UNITS: as above.
+        PER_BLOCK: as above.
+        CHOICE: as above.
+        HAS_ENTRIES: as above.
+        ONE_FORM: as above.
         D: head width.
         TAIL: rotary dimensions.
         FORM: of the keys.
@@ -218,14 +220,22 @@ def walk_device(
     """
     M: tl.constexpr = queries.shape[0]
     for tile in tl.range(first, last, N, num_stages=STAGES):
-        place = tl.load(keys + tile + tl.arange(0, N))
-        key = record_tile_device(ring, place, D, TAIL, FORM, queries.dtype)
-        if M < 64:  # noqa: SIM114 - decided at compile time, unlike the other
-            acc, top, total = attend_tile_device(queries, key, tile, real, scale, acc, top, total)
-        # Always so. What the compiler finds under a condition it puts behind the loads of the
-        # next tile, which otherwise would begin when this one is done.
-        elif tile < last:
-            acc, top, total = attend_tile_device(queries, key, tile, real, scale, acc, top, total)
+        i = tile + tl.arange(0, N)
+        if M < 64:
+            place, real = places_device(
+                i, end, window, entries_from, newest, start, own, kept, entries, chosen,
+                W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM,
+            )  # fmt: skip
+            key = record_tile_device(ring, place, D, TAIL, FORM, queries.dtype)
+            acc, top, total = attend_tile_device(queries, key, real, False, scale, acc, top, total)
+        else:
+            key = record_tile_device(ring, tl.load(keys + i), D, TAIL, FORM, queries.dtype)
+            # Always so. What the compiler finds under a condition it puts behind the loads of the
+            # next tile, which otherwise would begin when this one is done.
+            if tile < last:
+                acc, top, total = attend_tile_device(
+                    queries, key, i < end, tile + N <= end, scale, acc, top, total
+                )
     return acc, top, total
 
 
@@ -329,9 +339,12 @@ def attend_kernel(
     if HAS_ENTRIES:
         if CHOICE > 0:
             chosen += row.to(tl.int64) * chosen_stride
-            at = tl.arange(0, CHOICE)
-            places = tl.load(chosen + at, mask=at < topk, other=-1)
-            last_key += tl.sum((places >= 0).to(tl.int32), axis=0)
+            if M < 64:
+                last_key += tl.minimum(topk, (position + 1) // RATIO)  # or less: -1 tells
+            else:
+                at = tl.arange(0, CHOICE)
+                places = tl.load(chosen + at, mask=at < topk, other=-1)
+                last_key += tl.sum((places >= 0).to(tl.int32), axis=0)
         else:
             chosen += sequence.to(tl.int64) * chosen_stride
             last_key += (position + 1) // RATIO
@@ -342,10 +355,15 @@ def attend_kernel(
     keys = lists + tl.program_id(0).to(tl.int64) * list_stride
     own = k_rows_place + first_row.to(tl.int64) * UNITS
     kept = tl.load(slots + sequence).to(tl.int64) * (W * UNITS)
-    list_keys_device(
-        keys, first_key, last_key, window, entries_from, newest, start, own, kept, entries_place,
-        chosen, W, UNITS, ENTRY_UNITS, N, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM, LIST,
-    )  # fmt: skip
+    if M >= 64:
+        filled = first_key + tl.cdiv(last_key - first_key, N) * N
+        for base in range(first_key, filled, LIST):
+            i = base + tl.arange(0, LIST)
+            place, _real = places_device(
+                i, last_key, window, entries_from, newest, start, own, kept, entries_place, chosen,
+                W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM,
+            )  # fmt: skip
+            tl.store(keys + i, place, mask=i < filled)
     queries = ready_queries_device(
         x, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
     )
@@ -357,19 +375,19 @@ def attend_kernel(
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    if ONE_FORM:
+    middle = last_key if ONE_FORM else tl.minimum(last_key, entries_from)
+    acc, top, total = walk_device(
+        ring, keys, first_key, middle, last_key if ONE_FORM else tl.minimum(last_key, window),
+        window, entries_from, newest, start, own, kept, entries_place, chosen, queries, scale, acc,
+        top, total, W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES and ONE_FORM, True, D,
+        2 * R, WINDOW_FORM, N, STAGES,
+    )  # fmt: skip
+    if not ONE_FORM:
         acc, top, total = walk_device(
-            ring, keys, first_key, last_key, last_key, queries, scale, acc, top, total,
-            D, 2 * R, WINDOW_FORM, N, STAGES,
-        )  # fmt: skip
-    else:
-        acc, top, total = walk_device(
-            ring, keys, first_key, tl.minimum(last_key, entries_from), window, queries, scale, acc,
-            top, total, D, 2 * R, WINDOW_FORM, N, STAGES,
-        )  # fmt: skip
-        acc, top, total = walk_device(
-            ring, keys, tl.maximum(first_key, entries_from), last_key, last_key, queries, scale,
-            acc, top, total, D, 2 * R, ENTRY_FORM, N, STAGES,
+            ring, keys, tl.maximum(first_key, entries_from), last_key, last_key, window,
+            entries_from, newest, start, own, kept, entries_place, chosen, queries, scale, acc,
+            top, total, W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, True, False, D, 2 * R,
+            ENTRY_FORM, N, STAGES,
         )  # fmt: skip
 
     begin_next(OVERLAP)

@@ -160,6 +160,7 @@ def store_record_device(
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
+# Called impure, or else the compiler repeats them for each layout in which it wants the values.
 #: Four e4m3 bytes and four factors to four values; the bytes of a pair are parted by prmt.
 _E4M3 = tl.constexpr(
     "{.reg .b32 a, b, s, z, m;"
@@ -241,7 +242,7 @@ def _times_e4m3(codes, factors, kind):
         values = cast(values, kind)
     else:
         values = tl.inline_asm_elementwise(
-            _E4M3, "=r,=r,r,r,r", [codes, factors], dtype=tl.bfloat16, is_pure=True, pack=4
+            _E4M3, "=r,=r,r,r,r", [codes, factors], dtype=tl.bfloat16, is_pure=False, pack=4
         )
     return values
 
@@ -256,7 +257,7 @@ def _times_e2m1(codes, low, high, kind):
     else:
         a, b = tl.inline_asm_elementwise(
             _E2M1, "=r,=r,=r,=r,r,r,r,r,r", [codes, low, high],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4,
         )  # fmt: skip
     return a, b
 

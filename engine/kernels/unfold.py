@@ -142,7 +142,7 @@ def _unpack_kernel(
     tl.store(to, x, mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _translate(choice, inverse, out, count, PER_BLOCK: tl.constexpr, N: tl.constexpr):
     """Program i: N places of a pool's entries, as places of the copies."""
     at = tl.program_id(0) * N + tl.arange(0, N)

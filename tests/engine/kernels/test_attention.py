@@ -264,6 +264,17 @@ def test_kernel_reads_records(forms, kind, tile):
     assert torch.equal(got, same) or (kind != "window" and forms.window != forms.entries)
 
 
+@pytest.mark.parametrize("forms", [Forms(), PACKED[0]], ids=["plain", "v4"])
+def test_choices_may_be_shorter_than_what_is_visible(forms):
+    """Parts of the keys in which none is chosen add something, or take all."""
+    sequences = [Sequence(2, 240, 1), Sequence(1, 199, 1)]
+    c = case(sequences, kind="choice", heads=2, topk=40, forms=forms)
+    c = changed(c, 4, c.args[4].index_fill(1, torch.arange(1, 40, device=DEVICE), -1))
+    want = attend_torch(*c.args, **c.keywords)
+    assert want.isfinite().all()
+    assert agree(attend_triton(*c.args, **c.keywords, tile=TILES["split"]), want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
 def test_long_passes_unpack_keys_first(forms, kind, monkeypatch):
