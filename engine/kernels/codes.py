@@ -110,15 +110,21 @@ def _power(byte):
 
 
 @triton.jit
-def _bytes(scale, block, K, W_BLOCK: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
-    """Scale bytes of a step's blocks: PIECES scalars, or [BN, 1] where rows differ."""
+def _bytes(
+    scale, block, K, W_BLOCK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """Scale bytes of a step's pieces: scalars, [BN, 1] where rows differ, [BN, 16] for few rows."""
     found = ()
+    row = tl.arange(0, BN)[:, None] // W_BLOCK * (K // W_BLOCK)
     for piece in tl.static_range(PIECES):
         at = scale + block + piece
-        if BN <= W_BLOCK:
+        if BT < 16:
+            byte = tl.load(at + row + tl.arange(0, 16)[None, :] % (16 // BT))
+        elif BN <= W_BLOCK:
             byte = tl.load(at)
         else:
-            byte = tl.load(at + tl.arange(0, BN)[:, None] // W_BLOCK * (K // W_BLOCK))
+            byte = tl.load(at + row)
         found = found + (byte,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
@@ -126,39 +132,52 @@ def _bytes(scale, block, K, W_BLOCK: tl.constexpr, BN: tl.constexpr, PIECES: tl.
 @triton.jit
 def _sums(
     codes, powers, w, scale, n0, first, last, T, K, W_BLOCK: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums over blocks [first, last) of columns: float32 [BN, BT]."""
-    t = tl.arange(0, BT)
+    """Sums over blocks [first, last) of columns, BLOCKS of them at a step: float32 [BN, BT].
+
+    Where there are fewer than 16 rows each is there once per block of a step, with zeros outside
+    that block: its blocks are multiplied together and their sums still lie apart.
+    """
+    WIDE: tl.constexpr = 16 if BT < 16 else BT
+    APART: tl.constexpr = WIDE // BT
+    PIECES: tl.constexpr = BLOCKS // APART
+    column = tl.arange(0, WIDE)
+    t = column // APART
     n = n0 + tl.arange(0, BN)
-    k = tl.arange(0, W_BLOCK)
+    k = tl.arange(0, W_BLOCK * APART)
     rows = codes + t[None, :] * K
+    # Rows beyond the last are not read: one place asked for by all would be a queue.
+    live = (t < T)[None, :]
+    if APART > 1:
+        live = live & (k[:, None] // W_BLOCK == column[None, :] % APART)
     columns = w + n[:, None].to(tl.int64) * K
     scale += n0 // W_BLOCK * (K // W_BLOCK)
-    acc = tl.zeros((BN, BT), tl.float32)
-    ahead = _bytes(scale, first, K, W_BLOCK, BN, PIECES)
-    for block in tl.range(first, last, PIECES, num_stages=STAGES):
+    acc = tl.zeros((BN, WIDE), tl.float32)
+    ahead = _bytes(scale, first, K, W_BLOCK, BT, BN, PIECES)
+    for block in tl.range(first, last, BLOCKS, num_stages=STAGES):
         # The next step's scales are on their way while this step's blocks are multiplied.
         here = ahead
-        ahead = _bytes(scale, tl.minimum(block + PIECES, last - PIECES), K, W_BLOCK, BN, PIECES)
+        ahead = _bytes(scale, tl.minimum(block + BLOCKS, last - BLOCKS), K, W_BLOCK, BT, BN, PIECES)
         for piece in tl.static_range(PIECES):
             at = block + piece
             # Powers of rows beyond the last are anything, as their sums are.
-            own = tl.load(powers + at * 64 + t)
+            own = tl.load(powers + (at + column % APART) * 64 + t)
             if _INTERPRETED:  # numpy would warn
                 own = tl.where(t < T, own, 0.0)
             factor = own[None, :] * _power(here[piece])
             a = tl.load(columns + (at * W_BLOCK + k)[None, :])
-            # Rows beyond the last are not read: one place asked for by all would be a queue.
-            b = tl.load(rows + (at * W_BLOCK + k)[:, None], mask=(t < T)[None, :], other=0.0)
-            acc += dot(a, b, tl.zeros((BN, BT), tl.float32)) * factor
+            b = tl.load(rows + (at * W_BLOCK + k)[:, None], mask=live, other=0.0)
+            acc += dot(a, b, tl.zeros((BN, WIDE), tl.float32)) * factor
+    if APART > 1:
+        acc = tl.sum(tl.reshape(acc, (BN, BT, APART)), axis=2)
     return acc
 
 
 @triton.jit(do_not_specialize=["T", "end"])
 def _product(
     codes, powers, w, scale, out, N, split, share, end, w_1, scale_1, out_1, N_1, T, K,
-    W_BLOCK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr,
+    W_BLOCK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program: BN columns of one of two products, over one share of K."""
@@ -175,7 +194,7 @@ def _product(
     last = tl.minimum(first + share, K // W_BLOCK)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    acc = _sums(codes, powers, w, scale, n0, first, last, T, K, W_BLOCK, BT, BN, PIECES, STAGES)
+    acc = _sums(codes, powers, w, scale, n0, first, last, T, K, W_BLOCK, BT, BN, BLOCKS, STAGES)
     t = tl.arange(0, BT)[:, None]
     n = n0 + tl.arange(0, BN)[None, :]
     own = out + (t * split + part).to(tl.int64) * N + n
@@ -237,16 +256,16 @@ def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> 
     """
     rows, width = x.codes.shape
     w, other = ws[0], ws[-1]
-    blocks, pieces = width // x.group, 128 // x.group
-    share = triton.cdiv(triton.cdiv(blocks, cut.split), pieces) * pieces
+    blocks, step = width // x.group, 128 // x.group
+    share = triton.cdiv(triton.cdiv(blocks, cut.split), step) * step
+    tile = next(size for size in (16 // step, 16, 32, 64) if rows <= size)
     end = w.shape[0] // cut.bn * cut.split
     total = end + (other.shape[0] // cut.bn if len(ws) == 2 else 0)
     overlap = overlaps(x.codes.device) and rows <= OVERLAP_ROWS
     _product[(total,)](
         x.codes, x.powers, w.data, w.scale, outs[0], w.shape[0], cut.split, share, end,
         other.data, other.scale, outs[-1], other.shape[0], rows, width,
-        W_BLOCK=x.group, BT=16 if rows <= 16 else 64 if rows > 32 else 32,
-        BN=cut.bn, PIECES=pieces, STAGES=cut.stages, OVERLAP=overlap,
+        W_BLOCK=x.group, BT=tile, BN=cut.bn, BLOCKS=step, STAGES=cut.stages, OVERLAP=overlap,
         num_warps=cut.warps, launch_pdl=overlap,
     )  # fmt: skip
 

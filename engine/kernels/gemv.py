@@ -60,7 +60,7 @@ class Config:
     """Tiling of one job.
 
     Args:
-        bt: rows per program.
+        bt: rows per program; fewer than 16 for blocks of which a step has 16 / bt.
         bn: columns of the result per program.
         bk: columns of the weight per step.
         split: shares of K.
@@ -118,9 +118,12 @@ def _with(values, value):
 
 
 @triton.constexpr_function
-def _side(block, step):
-    """Columns of a step that share a scale: a step takes as many blocks as it has."""
-    return block if 0 < block < step else step
+def _side(block, step, bt):
+    """Columns of a step that share a scale: a step takes as many blocks as it has.
+
+    All of them where the blocks of a row lie apart (see `_tile`).
+    """
+    return block if 0 < block < step and bt >= 16 else step
 
 
 @triton.jit
@@ -131,21 +134,28 @@ def _scales(
     N,
     K,
     BLOCK: tl.constexpr,
+    BT: tl.constexpr,
     BN: tl.constexpr,
     SIDE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     """Scale bytes of columns n0 ... of the result for the pieces of a step at column k.
 
-    One scalar per piece, or [1, BN] where columns differ. Beyond the last column of the weight they
-    are those of the last. They stay bytes until they are used: whatever is done with a value that
-    is carried round a loop is waited for within the round.
+    One scalar per piece, or [1, BN] where columns differ, or [16, BN] where a row's blocks do.
+    Beyond the last column of the weight they are those of the last. They stay bytes until they are
+    used: whatever is done with a value that is carried round a loop is waited for within the round.
     """
     wide = tl.cdiv(K, BLOCK)
     found = ()
     for piece in tl.static_range(PIECES):
         block = tl.minimum(k + piece * SIDE, K - 1) // BLOCK
-        if BN <= BLOCK:
+        if BT < 16:
+            n = (n0 + tl.arange(0, BN))[None, :]
+            block += (tl.arange(0, 16) % (16 // BT))[:, None]
+            byte = tl.load(
+                scale + n // BLOCK * wide + block, mask=(n < N) & (block < wide), other=127
+            )
+        elif BN <= BLOCK:
             byte = tl.load(scale + n0 // BLOCK * wide + block)
         else:
             n = (n0 + tl.arange(0, BN))[None, :]
@@ -176,41 +186,54 @@ def _tile(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums over k in [first, last) for rows t0 ... and columns n0 ... : float32 [BT, BN]."""
-    t = t0 + tl.arange(0, BT)
+    """Sums over k in [first, last) for rows t0 ... and columns n0 ... : float32 [BT, BN].
+
+    A tensor core takes 16 rows. Where there are fewer, each row of x is there once per block of a
+    step, with zeros outside that block, so that blocks with scales of their own are read and
+    multiplied together and their sums still lie apart.
+    """
+    TALL: tl.constexpr = 16 if BT < 16 else BT
+    APART: tl.constexpr = TALL // BT
+    line = tl.arange(0, TALL)
+    t = t0 + line // APART
     n = n0 + tl.arange(0, BN)
-    SIDE: tl.constexpr = _side(BLOCK, BK)
+    SIDE: tl.constexpr = _side(BLOCK, BK, BT)
     PIECES: tl.constexpr = BK // SIDE
     k = tl.arange(0, SIDE)
-    acc = tl.zeros((BT, BN), tl.float32)
+    acc = tl.zeros((TALL, BN), tl.float32)
     wide: tl.constexpr = (x.dtype.element_ty == tl.float32) | (w.dtype.element_ty == tl.float32)
     work: tl.constexpr = tl.float32 if wide else tl.bfloat16
     quick: tl.constexpr = HOPPER and not wide
+    live = (t < T)[:, None]
+    if APART > 1:
+        live = live & (k[None, :] // BLOCK == line[:, None] % APART)
     for k0 in tl.range(first, last, BK, num_stages=STAGES):
         if BLOCK > 0:
             # The next step's scales are on their way while this step's blocks are multiplied.
             bytes_here = bytes_ahead
-            bytes_ahead = _scales(scale, n0, k0 + BK, N, K, BLOCK, BN, SIDE, PIECES)
+            bytes_ahead = _scales(scale, n0, k0 + BK, N, K, BLOCK, BT, BN, SIDE, PIECES)
         for piece in tl.static_range(PIECES):
             at = k0 + piece * SIDE + k
             rows = x + t[:, None] * stride + at[None, :]
             columns = w + n[None, :].to(tl.int64) * K + at[:, None]
             if EVEN:
-                a = tl.load(rows, mask=(t < T)[:, None], other=0.0)
+                a = tl.load(rows, mask=live, other=0.0)
                 b = tl.load(columns)
             else:
                 inside = at < last
-                a = tl.load(rows, mask=(t < T)[:, None] & inside[None, :], other=0.0)
+                a = tl.load(rows, mask=live & inside[None, :], other=0.0)
                 b = tl.load(columns, mask=(n < N)[None, :] & inside[:, None], other=0.0)
             if BLOCK > 0:
                 b = _e4m3_as_bf16(b) if quick else b.to(tl.float32).to(work)
                 factor = _power(bytes_here[piece])
-                products = dot(a.to(work), b, tl.zeros((BT, BN), tl.float32))
+                products = dot(a.to(work), b, tl.zeros((TALL, BN), tl.float32))
                 # What the codes lack comes in two steps, half of it here and half at the end:
                 # neither the scale nor the sums may leave their range.
                 acc += products * (factor * 2.0**60 if quick else factor)
             else:
                 acc = dot(a.to(work), b.to(work), acc)
+    if APART > 1:
+        acc = tl.sum(tl.reshape(acc, (BT, APART, BN)), axis=1)
     return acc * 2.0**60 if quick and BLOCK > 0 else acc
 
 
@@ -269,8 +292,8 @@ def _job(
     last = tl.minimum(first + share, K)
     scales = ()
     if BLOCK > 0:
-        side: tl.constexpr = _side(BLOCK, BK)
-        scales = _scales(scale, n0, first, N, K, BLOCK, BN, side, BK // side)
+        side: tl.constexpr = _side(BLOCK, BK, BT)
+        scales = _scales(scale, n0, first, N, K, BLOCK, BT, BN, side, BK // side)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     x += n0 // rows_of_group * K
@@ -393,7 +416,10 @@ def choose(job: Job, share: float = 1.0) -> Config:
     else:
         bk = 128 // job.w.data.element_size()
         bn = 64 if rows <= 32 else 128
-    if rows > 32 and (job.w.kind == "plain" or job.w.block >= 128):
+    spread = job.w.kind == "fp8" and 4 * job.w.block == bk and k % bk == 0
+    if spread and rows <= 4:
+        bt = 4
+    elif rows > 32 and (job.w.kind == "plain" or job.w.block >= 128):
         # One tile of rows, so that weights are read and unpacked once; a program is twice as large.
         bt, bk, programs = 64, min(bk, 64), programs * 2 / 3
     elif rows > 16:

@@ -63,7 +63,9 @@ def test_codes_hold_what_rounding_gives(group):
 
 
 @pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize(("rows", "cut"), [(1, Cut(64, 1, 2, 4)), (17, Cut(128, 1, 2, 4))])
+@pytest.mark.parametrize(
+    ("rows", "cut"), [(1, Cut(64, 1, 2, 4)), (4, Cut(128, 1, 2, 4)), (17, Cut(128, 1, 2, 4))]
+)
 def test_a_product_of_two_weights_equals_exact_sums(rows, cut, block):
     """A product with either of two weights differs from exact sums, or leaves a hole."""
     x = codes.encode_torch(normal(rows, 384), block)

@@ -98,7 +98,8 @@ def test_a_normed_product_is_norm_round_product():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 128, 256), (3, 130, 288), (17, 96, 64), (70, 40, 64), (129, 40, 160)]
+    ("rows", "n", "k"),
+    [(1, 128, 256), (4, 40, 128), (3, 130, 288), (17, 96, 64), (70, 40, 64), (129, 40, 160)],
 )
 def test_a_product_equals_its_twin(rows, n, k, kind, dtype):
     """A kernel's product differs from the twin's (even and odd shapes, few and many rows)."""
