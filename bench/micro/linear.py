@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.micro.timing import BANDWIDTH, RATE, copies, replayed_us
-from engine.kernels import gemv, linear
+from engine.kernels import codes, gemv, linear
 from engine.kernels.formats import Matrix
 
 DEVICE = "cuda"
@@ -80,6 +80,7 @@ CASES = (
         out=(torch.bfloat16, torch.float32, torch.float32, torch.float32),
     ),
     Case("head", lambda: [plain(129280, 4096)], 4096, out=(torch.float32,)),
+    Case("wq_b 32", lambda: [fp8(32768, 1280, 32)], 1280),
     Case("wo_a 32", lambda: [fp8(8192, 4096, 32)], 8 * 4096, groups=8, out_group=32),
 )
 #: (bn of fp8, bn of plain, most shares of K, stages or 0 for the shipped) tried beside it.
@@ -136,6 +137,34 @@ def decode(quick: bool) -> None:
         del sets
 
 
+def as_codes() -> None:
+    """Print times of products of FP8 with FP8, tilings as shipped."""
+    for case in CASES:
+        first = case.weights()
+        if case.groups > 1 or any(w.kind != "fp8" for w in first):
+            continue
+        nbytes = sum(w.nbytes for w in first)
+        sets = [first] + [case.weights() for _ in range(copies(nbytes, 8) - 1)]
+        for rows in (1, 16, 64):
+            x = torch.randn(rows, case.width, device=DEVICE, dtype=torch.bfloat16)
+            encoded = codes.encode_torch(x, first[0].block)
+            calls: list[Callable[[], object]] = [
+                partial(codes.run_parts, encoded, *ws)
+                if case.parts
+                else partial(codes.run, encoded, ws, x.dtype)
+                for ws in sets
+            ]
+            us = replayed_us(calls, repeats=8)
+            share = nbytes / (us * 1e-6) / BANDWIDTH
+            cut = codes.choose(rows, first, parts=case.parts)
+            print(
+                f"{case.name:11} T {rows:3} {us:8.2f} us {share:5.0%} of read bandwidth"
+                f"  as codes                 {astuple(cut)}",
+                flush=True,
+            )
+        del sets
+
+
 def prefill() -> None:
     """Print times for many rows, whole operations as the model calls them."""
     norm = torch.ones(1024, device=DEVICE)
@@ -168,6 +197,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the shipped tilings only")
     quick = parser.parse_args().quick
     check()
+    as_codes()
     decode(quick)
     prefill()
 
