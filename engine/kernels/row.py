@@ -59,19 +59,20 @@ def _clear(parts, experts, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _first_kernel(
-    x, data, data_apart, hidden, parts, experts, tiles, num_tiles, order, weights, limit,
-    CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BN: tl.constexpr, OVERLAP: tl.constexpr,
+    x, data, data_apart, hidden, parts, experts, tiles, order, weights, limit, CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BN: tl.constexpr, CLEARS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (BN hidden values, tile of one pair)."""
     block, tile = tl.program_id(0), tl.program_id(1)
     n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    _clear(parts, experts, CHOICES, D, WIDTH)
-    if tile >= tl.load(num_tiles):
+    if CLEARS:
+        _clear(parts, experts, CHOICES, D, WIDTH)
+    expert = tl.load(tiles + tile * 3)
+    if expert < 0:
         return
-    at = data + tl.load(tiles + tile * 3).to(tl.int64) * data_apart
+    at = data + expert.to(tl.int64) * data_apart
     inside = (n < INNER)[:, None] & (k < D)[None, :]
     gate = tl.load(at + n[:, None] * D + k[None, :], mask=inside, other=0.0)
     up = tl.load(at + (n + INNER)[:, None] * D + k[None, :], mask=inside, other=0.0)
@@ -85,8 +86,7 @@ def _first_kernel(
 
 @triton.jit
 def _second_kernel(
-    hidden, data, data_apart, parts, tiles, num_tiles, order, INNER: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
+    hidden, data, data_apart, parts, tiles, order, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (BN output values, tile of one pair).
 
@@ -94,9 +94,10 @@ def _second_kernel(
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
-    real = (tile < tl.load(num_tiles)).to(tl.int32)  # 0: a tile that is not there
+    expert = tl.load(tiles + tile * 3)
+    real = (expert >= 0).to(tl.int32)  # 0: a tile that is not there
     height, length = real * D, real * INNER
-    expert = tl.maximum(tl.load(tiles + tile * 3), 0).to(tl.int64)
+    expert = tl.maximum(expert, 0).to(tl.int64)
     inside = (n < height)[:, None] & (k < INNER)[None, :]
     at = data + expert * data_apart + n[:, None] * INNER + k[None, :]
     held = tl.load(at, mask=inside, other=0.0)
@@ -106,6 +107,54 @@ def _second_kernel(
     value = tl.load(hidden + tile * INNER + k, mask=k < length, other=0.0).to(tl.float32)
     total = tl.sum(held.to(tl.float32) * value[None, :], 1)
     tl.store(parts + pair * D + n, total, mask=n < height)
+
+
+@triton.jit
+def _sum_kernel(
+    hidden, data, data_apart, out, tiles, CHOICES: tl.constexpr, TILES: tl.constexpr,
+    INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program of BN output values of all tiles; as `_second_kernel`, summed by expert."""
+    tile = tl.arange(0, TILES)
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
+    expert = tl.load(tiles + tile * 3, mask=tile < CHOICES, other=-1)
+    length = tl.where(expert >= 0, INNER, 0)
+    column = (n < D)[None, :, None] & (k[None, :] < length[:, None])[:, None, :]
+    at = data + (tl.maximum(expert, 0).to(tl.int64) * data_apart)[:, None, None]
+    held = tl.load(at + n[None, :, None] * INNER + k[None, None, :], mask=column, other=0.0)
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
+    value = tl.load(hidden + tile[:, None] * INNER + k[None, :], mask=k[None, :] < length[:, None],
+                    other=0.0)  # fmt: skip
+    products = held.to(tl.float32) * value.to(tl.float32)[:, None, :]
+    tl.store(out + n, tl.sum(tl.sum(products, 2), 0), mask=n < D)
+
+
+@triton.jit
+def _norm_linear_kernel(
+    h, part, norm, eps, w, h_out, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+    HAS_PART: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program of BN rows of w [N, K]; every program adds and norms the row."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, WIDTH)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    held = tl.load(w + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
+    scales = tl.load(norm + k, mask=k < K, other=0.0)
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
+    dtype: tl.constexpr = h_out.dtype.element_ty
+    value = tl.load(h + k, mask=k < K, other=0.0).to(tl.float32)
+    if HAS_PART:
+        more = tl.load(part + k, mask=k < K, other=0.0).to(tl.float32)
+        value = cast(value + more, dtype).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(h_out + k, cast(value, dtype), mask=k < K)
+    x = value * tl.rsqrt(tl.sum(value * value, 0) / K + eps) * scales
+    x = cast(x, dtype).to(tl.float32)
+    total = tl.sum(held.to(tl.float32) * x[None, :], 1)
+    tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
 
 
 # ---------------------------------------------------------------- launches
@@ -146,22 +195,79 @@ def linear_rows(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -
     return out
 
 
-def experts_row(x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float) -> Tensor:
-    """Run moe_torch for one row without a shared expert; arguments and result as there."""
+def norm_linear_row(
+    h: Tensor,
+    parts: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    w: Matrix,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run add_norm_torch and then linear_torch for one row and one summand, or none.
+
+    Args:
+        h: residual [1, K].
+        parts: [1, 1, K], or None.
+        norm: [K].
+        eps: of the norm.
+        w: plain [N, K], of h's dtype.
+        out_dtype: of the product; h's by default.
+
+    Returns:
+        the new residual [1, K] and the product [1, N].
+    """
+    height, width = w.shape
+    columns, rows = _tiling(width)
+    out = torch.empty((1, height), dtype=out_dtype or h.dtype, device=h.device)
+    new = h if parts is None else torch.empty_like(h)
+    _norm_linear_kernel[(triton.cdiv(height, rows),)](
+        h, h if parts is None else parts, norm, eps, w.data, new, out, height, K=width,
+        WIDTH=columns, BN=rows, HAS_PART=parts is not None, num_warps=_WARPS,
+        **overlapping(h.device),
+    )  # fmt: skip
+    return new, out
+
+
+def experts_row(
+    x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float, summed: bool = False
+) -> Tensor:
+    """Run moe_torch for one row without a shared expert; arguments as there.
+
+    Args:
+        x: [1, d].
+        routing: of the row.
+        w13: [N, 2 * I, d].
+        w2: [N, d, I].
+        limit: swiglu_limit.
+        summed: whether the parts are added up, by expert.
+
+    Returns:
+        float32 [1, k + 1, d] as moe_torch, or [1, 1, d].
+    """
     choices, (d, inner) = routing.experts.shape[1], w2.shape[-2:]
     tiles = len(routing.tiles)
     hidden = torch.empty((tiles, inner), dtype=x.dtype, device=x.device)
-    parts = torch.empty((1, choices + 1, d), dtype=torch.float32, device=x.device)
+    shape = (1, 1, d) if summed else (1, choices + 1, d)
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     columns, rows = _tiling(d, 2)
     _first_kernel[(max(triton.cdiv(inner, rows), triton.cdiv(choices + 1, tiles)), tiles)](
         x, w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
-        routing.num_tiles, routing.order, routing.weights, limit, CHOICES=choices, INNER=inner,
-        D=d, WIDTH=columns, BN=rows, num_warps=_WARPS, **overlapping(x.device),
+        routing.order, routing.weights, limit, CHOICES=choices, INNER=inner, D=d, WIDTH=columns,
+        BN=rows, CLEARS=not summed, num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
+    data, apart = w2.data, w2.data.stride(0)
+    if summed:
+        padded = triton.next_power_of_2(tiles)
+        columns, rows = _tiling(inner, padded)
+        _sum_kernel[(triton.cdiv(d, rows),)](
+            hidden, data, apart, parts, routing.tiles, CHOICES=tiles, TILES=padded, INNER=inner,
+            D=d, WIDTH=columns, BN=rows, num_warps=_WARPS, **overlapping(x.device),
+        )  # fmt: skip
+        return parts
     columns, rows = _tiling(inner)
     _second_kernel[(triton.cdiv(d, rows), tiles)](
-        hidden, w2.data, w2.data.stride(0), parts, routing.tiles, routing.num_tiles,
-        routing.order, INNER=inner, D=d, WIDTH=columns, BN=rows, num_warps=_WARPS,
-        **overlapping(x.device),
+        hidden, data, apart, parts, routing.tiles, routing.order, INNER=inner, D=d, WIDTH=columns,
+        BN=rows, num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     return parts

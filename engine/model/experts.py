@@ -34,6 +34,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
+from engine.kernels.row import experts_row, takes_rows
 from engine.model.disktier import HostCache
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
@@ -137,6 +138,24 @@ def unfold(
     return Matrix("plain", dequantise(w13, dtype)), Matrix("plain", dequantise(w2, dtype)), routing
 
 
+def _at_once(
+    ops: Ops,
+    x: Tensor,
+    routing: Routing,
+    w13: Matrix,
+    w2: Matrix,
+    shared: tuple[Matrix | None, Matrix | None],
+    *,
+    limit: float,
+    act_group: int | None,
+) -> Tensor:
+    """Compute a pass that is one wave; a single row's parts may come added up."""
+    alone = shared[0] is None and act_group is None
+    if ops.name == "triton" and alone and takes_rows(x, w13, w2, most=1):
+        return experts_row(x, routing, w13, w2, limit=limit, summed=True)
+    return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
+
+
 class ResidentExperts:
     """All experts of a layer on the device.
 
@@ -173,7 +192,8 @@ class ResidentExperts:
         if meanwhile is not None:
             meanwhile()
         w13, w2, routing = unfold(self.w13, self.w2, routing, x.dtype)
-        return ops.moe(x, routing, w13, w2, shared13, shared2, limit=limit, act_group=act_group)
+        shared = shared13, shared2
+        return _at_once(ops, x, routing, w13, w2, shared, limit=limit, act_group=act_group)
 
 
 class PagedExperts:
@@ -287,7 +307,8 @@ class PagedExperts:
             if meanwhile is not None:
                 meanwhile()
             w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
-            return ops.moe(x, named, w13, w2, shared13, shared2, **how)
+            shared = shared13, shared2
+            return _at_once(ops, x, named, w13, w2, shared, limit=limit, act_group=act_group)
         total: Tensor | None = None
         pieces = self._streamed if self.is_dense(routing) else self._waves
         with closing(pieces(ops, routing)) as waves:

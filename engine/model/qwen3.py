@@ -27,7 +27,7 @@ from engine.kernels.gqa_decode import decode_gqa_triton
 from engine.kernels.linear import linear_parts_torch, linear_parts_triton
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
-from engine.kernels.row import linear_rows, takes_rows
+from engine.kernels.row import linear_rows, norm_linear_row, takes_rows
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts, Meanwhile
@@ -165,8 +165,8 @@ class Qwen3Model:
         c = self.config
         h, parts = F.embedding(rows.ids, self.embed), None
         for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
-            h, x = self._add_norm(h, parts, layer.input_norm, c.rms_norm_eps)
-            o = self._attention(x, layer, rows, keys, values)
+            h, qkv = self._norm_linear(h, parts, layer.input_norm, layer.qkv)
+            o = self._attention(qkv, layer, rows, keys, values)
             h, x, routing = self.ops.norm_route(
                 h, o, layer.post_norm, c.rms_norm_eps, layer.gate, rows, k=c.num_experts_per_tok
             )
@@ -194,11 +194,11 @@ class Qwen3Model:
         return partial(self.prefetch.begin, self.ops, experts, x, rows)
 
     def _attention(
-        self, x: Tensor, layer: QwenLayer, rows: Rows, keys: Tensor, values: Tensor
+        self, qkv: Tensor, layer: QwenLayer, rows: Rows, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention sublayer, as summands [T, P, d]."""
+        """Attention sublayer from its projections, as summands [T, P, d]."""
         c = self.config
-        given = self._linear(x, layer.qkv), layer.q_norm, layer.k_norm, c.rms_norm_eps
+        given = qkv, layer.q_norm, layer.k_norm, c.rms_norm_eps
         where = self._rope, rows, keys, values
         if rows.is_decode:
             o = self._decode(*given, *where, heads=c.num_attention_heads)
@@ -209,17 +209,28 @@ class Qwen3Model:
             return linear_rows(o, layer.out)[:, None]
         return self._parts(o, layer.out)
 
-    def _linear(self, x: Tensor, w: Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
+    def _norm_linear(
+        self,
+        h: Tensor,
+        parts: Tensor | None,
+        norm: Tensor,
+        w: Matrix,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add summands, norm and multiply; gives the residual and the product."""
+        eps = self.config.rms_norm_eps
+        if len(h) == 1 and self._takes_rows(h, w) and (parts is None or parts.shape[1] == 1):
+            return norm_linear_row(h, parts, norm, eps, w, out_dtype=out_dtype)
+        h, x = self._add_norm(h, parts, norm, eps)
         if self._takes_rows(x, w):
-            return linear_rows(x, w, out_dtype=out_dtype)
-        return self.ops.linear(x, w, out_dtype=out_dtype)
+            return h, linear_rows(x, w, out_dtype=out_dtype)
+        return h, self.ops.linear(x, w, out_dtype=out_dtype)
 
     def _takes_rows(self, x: Tensor, w: Matrix) -> bool:
         return self.ops.name == "triton" and takes_rows(x, w)
 
     def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
-        _, x = self._add_norm(h, parts, self.norm, self.config.rms_norm_eps)
-        return self._linear(x, self.head, torch.float32)
+        return self._norm_linear(h, parts, self.norm, self.head, torch.float32)[1]
 
     def _cast(self, name: str) -> Tensor:
         return self._source.get(name).to(self.dtype)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from engine.device.rows import build_rows
 from engine.kernels.formats import Matrix
+from engine.kernels.gqa import add_norm_torch
 from engine.kernels.linear import linear_torch
 from engine.kernels.moe import moe_torch
 from engine.kernels.norm_route import norm_route_torch, norm_route_triton
 from engine.kernels.router import Routing, group_torch
-from engine.kernels.row import experts_row, linear_rows, takes_rows
+from engine.kernels.row import experts_row, linear_rows, norm_linear_row, takes_rows
 from engine.kernels.rows import Rows
 from engine.plan.step import Chunk
 
@@ -54,6 +55,22 @@ def test_rows_times_a_matrix_equal_their_twin(
     assert (linear_rows(x, fault) - wanted).abs().max() > 0.05  # rows in another's place are seen
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_part", [True, False])
+def test_norm_and_product_of_a_row_equal_their_twins(dtype: torch.dtype, has_part: bool) -> None:
+    """Residual and product; without a summand the residual is the one that was given."""
+    torch.manual_seed(0)
+    h, norm = rand(1, 96, dtype=dtype), rand(96)
+    parts = rand(1, 1, 96) if has_part else None
+    w = Matrix("plain", rand(70, 96, dtype=dtype) * 0.1)
+    kept, x = add_norm_torch(h, parts, norm, 1e-6)
+    found = norm_linear_row(h, parts, norm, 1e-6, w)
+    for one, other in zip(found, (kept, linear_torch(x, w)), strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    unnormed = linear_torch(kept, w)
+    assert (found[1] - unnormed).abs().max() > 0.05  # a norm that is left out is seen
+
+
 def expert_weights(dtype: torch.dtype, d: int, inner: int) -> tuple[Matrix, Matrix]:
     """Stacks that lie apart, as in slots."""
     wide = rand(E, 2 * inner * d + d * inner + 64, dtype=dtype) * d**-0.5
@@ -77,6 +94,9 @@ def test_experts_of_a_row_equal_their_twin(
     wanted = moe_torch(x, routing, w13, w2, None, None, limit=1.0, act_group=None)
     found = experts_row(x, routing, w13, w2, limit=1.0)
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    added = experts_row(x, routing, w13, w2, limit=1.0, summed=True)
+    total = wanted.sum(1, keepdim=True)
+    torch.testing.assert_close(added, total, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     if chosen[0] >= 0:
         moved = dataclasses.replace(routing, tiles=routing.tiles.roll(1, 0))
         fault = experts_row(x, moved, w13, w2, limit=1.0)
