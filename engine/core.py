@@ -171,7 +171,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a request without a further delta and free its memory at once. Idempotent."""
-        self._scheduler.remove(request_id)
+        self._scheduler.abort(request_id)
         self._prompt_scores.pop(request_id, None)
 
     def step(self) -> list[TokenDelta]:
@@ -328,7 +328,9 @@ class EngineCore:
                 params, guide = state.request.sampling, state.request.guide
                 wanted = params.penalises or guide is not None
                 generated = state.token_ids[state.num_prompt :] if wanted else ()
-                draw = Draw(params, state.num_generated, generated=generated)
+                draw = Draw(
+                    params, state.num_generated, generated=generated, guided=guide is not None
+                )
                 if guide is not None:
                     try:
                         draw = guided(draw, guide, self._vocab_size)

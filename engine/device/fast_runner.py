@@ -8,8 +8,7 @@ A step of the plan is served like this:
 3. Prompts: one pass over all other chunks. Beside decode rows it advances by a few layers per step
    and stays *under way*; alone it runs to its end.
 4. Lookahead: the next decode step is launched for the rows that go on. The device feeds them the
-   tokens it drew, so the device never waits for the host. Not so where tokens are drafted
-   (engine.device.speculation).
+   tokens it drew, so the device never waits for the host.
 5. Results of 2 are read, while 4 runs.
 
 What was launched ahead is taken up by the next plan if it names the same request at the same
@@ -24,9 +23,11 @@ its writes behind these in the device's order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,13 +39,14 @@ from engine.device.expert_counts import ExpertCounts
 from engine.device.graphs import GraphCache
 from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
+from engine.device.paged_state import hit_rates, paging_locks, slot_tensors
 from engine.device.prompt_pass import Pool, PromptPass, StepModel
 from engine.device.recorder import RoutingRecorder
 from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
-from engine.device.speculation import Block, Speculation, tally
+from engine.device.speculation import Block, Speculation
 from engine.device.tail_graphs import TailGraphs
 from engine.device.warm_up import warm_chunks, warm_groups
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
@@ -56,6 +58,7 @@ from engine.plan.replay import Tail
 from engine.plan.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -67,12 +70,14 @@ class Flight:
         bucket: rows it ran over.
         half: row of the results ring.
         logits: [bucket, V], until the next step is launched.
+        plain: by arrival, why it is no speculative step, where there are such.
     """
 
     rows: dict[tuple[int, int], int]
     bucket: int
     half: int
     logits: Tensor
+    plain: Mapping[int, str] = field(default_factory=dict)
 
 
 class FastRunner:
@@ -104,7 +109,7 @@ class FastRunner:
             bucket of its own. None for no limit.
         recorder: notes what rows are routed to.
         speculator: makes speculative steps of the model, whose rotary tables reach as many positions
-            further as it drafts tokens; then no step is launched ahead.
+            further as it drafts tokens.
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
@@ -128,7 +133,7 @@ class FastRunner:
         recorder: RoutingRecorder | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        self.looks_ahead = looks_ahead and speculator is None
+        self.looks_ahead = looks_ahead
         self.num_drafts = 0 if speculator is None else speculator.num_tokens
         self.policy = SlicePolicy()
         self._model = model
@@ -160,7 +165,7 @@ class FastRunner:
         self.seals.add("kv pool", pool.named_tensors)
         self._paged = [e for e in model.experts if isinstance(e, PagedExperts)]
         self._expert_counts = ExpertCounts(self._paged, device)
-        self.seals.add("expert slots", self._slot_tensors)
+        self.seals.add("expert slots", partial(slot_tensors, self._paged))
         self.graphs = GraphCache(
             self._decode,
             model,
@@ -173,7 +178,7 @@ class FastRunner:
         self._readback = Readback(self._buffers, device)
         self._stopwatch = Stopwatch(device)
         self._half = 0
-        self._ahead: Flight | None = None
+        self._ahead: Flight | Block | None = None
         self._pass: PromptPass | None = None
         self.num_launched = self.num_ahead = self.num_wasted = 0
         self.compiles = CompileWatch()
@@ -277,35 +282,8 @@ class FastRunner:
         return (
             f"decode steps of {count} batch sizes{also} are prepared over the weights' addresses",
             "projections that share an input are joined and scales multiplied in at load",
-            *self._paging_locks(),
+            *paging_locks(self._paged),
         )
-
-    def _paging_locks(self) -> tuple[str, ...]:
-        if not self._paged:
-            return ()
-        slots = sum(paged.num_slots for paged in self._paged)
-        return (
-            f"experts of {len(self._paged)} layers are paged: {slots} of them lie in slots, which"
-            " would keep the old weights",
-        )
-
-    def _slot_tensors(self) -> dict[str, Tensor]:
-        """What graphs read and write of paged experts."""
-        found = {}
-        for number, paged in enumerate(self._paged):
-            state = paged.state
-            for name, tensor in (
-                ("store", paged.store),
-                ("slots", paged.slots),
-                ("slot_expert", state.slot_expert),
-                ("expert_slot", state.expert_slot),
-                ("last_use", state.last_use),
-                ("early", state.early),
-                ("counters", state.counters),
-                ("moves", state.moves),
-            ):
-                found[f"{name}[{number}]"] = tensor
-        return found
 
     @property
     def paged(self) -> tuple[PagedExperts, ...]:
@@ -318,17 +296,8 @@ class FastRunner:
         Raises:
             OSError: the file cannot be written.
         """
-        for number, paged in enumerate(self._paged):
-            hits, misses = paged.counts()
-            logger.info(
-                "paged layer %d: %d slots, %d hits, %d misses, hit rate %.4f%s",
-                number,
-                paged.num_slots,
-                hits,
-                misses,
-                hits / max(1, hits + misses),
-                "" if paged.cache is None else f"; from files {paged.cache.figures}",
-            )
+        for line in hit_rates(self._paged):
+            logger.info("%s", line)
         if self._recorder is not None:
             self._recorder.close()
 
@@ -369,27 +338,23 @@ class FastRunner:
         samples: dict[int, Sample | None] = {}
         most = self.graphs.buckets[-1]
         whole = len(streams) <= most
-        plain: dict[int, str] = {}
-        block: Block | None = None
-        if self.speculation is not None and streams:
-            plain = self.speculation.plain_rows(streams, draw_of)
-            if len(plain) < len(streams):
-                block = self._launch_block(streams, draw_of, plain)
         while len(streams) > most:
             group, streams = streams[:most], streams[most:]
-            samples |= self._results(self._launch(group, draw_of), group, draw_of)
-        if flight is None and block is None and streams:
+            samples |= self._results(self._launch_plain(group, draw_of), group, draw_of)
+        if flight is None and streams:
             flight = self._launch(streams, draw_of)
         finished = self._run_prompts(prompts, beside=bool(streams))
         if flight is not None and whole and self._may_go_ahead(finished):
             going = [chunk for chunk in streams if chunk.goes_ahead]
             if self._lanes.can_keep(going):
-                self._ahead = self._launch_ahead(going)
-        if flight is not None:
-            samples |= self._results(flight, streams, draw_of)
+                self._ahead = self._launch_ahead(going, draw_of, flight)
         further: dict[str, Sequence[Sample]] = {}
-        if block is not None:
-            further = self._take_block(block, streams, draw_of, plain, samples)
+        plain: Mapping[int, str] = {}
+        if isinstance(flight, Block):
+            further, plain = self._take_block(flight, streams, draw_of, samples), flight.plain
+        elif flight is not None:
+            samples |= self._results(flight, streams, draw_of)
+            plain = flight.plain
         scores: dict[str, dict[int, TokenLogprob]] = {}
         for done in finished:
             samples |= done.draw(draw_of)
@@ -401,10 +366,12 @@ class FastRunner:
             scores,
             further,
             self.num_drafts,
-            tally(plain),
+            Counter(plain[c.arrival] for c in streams if c.arrival in plain),
         )
 
-    def _sort(self, plan: StepPlan, flight: Flight | None) -> tuple[list[Chunk], list[Chunk]]:
+    def _sort(
+        self, plan: StepPlan, flight: Flight | Block | None
+    ) -> tuple[list[Chunk], list[Chunk]]:
         """Tell chunks for decode rows from those of prompts that begin now.
 
         Drops a pass under way whose requests have all ended. While a step that was launched ahead is
@@ -453,65 +420,86 @@ class FastRunner:
         )
         return logits
 
-    def _launch(self, chunks: Sequence[Chunk], draw_of: dict[int, Draw]) -> Flight:
-        """Launch a step whose tokens the host knows."""
-        if self._lanes.place(chunks, [draw_of[chunk.arrival] for chunk in chunks]):
-            self.seals.check()
+    def _launch(self, chunks: Sequence[Chunk], draw_of: dict[int, Draw]) -> Flight | Block:
+        """Launch a step whose tokens the host knows, with drafts where anybody's may be taken."""
+        if self.speculation is None:
+            return self._launch_plain(chunks, draw_of)
+        plain = self.speculation.plain_rows(chunks, draw_of)
+        if len(plain) == len(chunks):
+            flight = self._launch_plain(chunks, draw_of)
+            flight.plain = plain
+            return flight
+        speculation = self.speculation
+        self._place(chunks, draw_of)
+        return self._timed(lambda: speculation.launch(chunks, draw_of, plain))
+
+    def _launch_plain(self, chunks: Sequence[Chunk], draw_of: dict[int, Draw]) -> Flight:
+        self._place(chunks, draw_of)
         return self._fly(chunks, 0)
 
-    def _launch_ahead(self, chunks: Sequence[Chunk]) -> Flight:
-        """Launch the step after the one these chunks are in."""
+    def _place(self, chunks: Sequence[Chunk], draw_of: dict[int, Draw]) -> None:
+        if self._lanes.place(chunks, [draw_of[chunk.arrival] for chunk in chunks]):
+            self.seals.check()
+
+    def _launch_ahead(
+        self, chunks: Sequence[Chunk], draw_of: dict[int, Draw], before: Flight | Block
+    ) -> Flight | Block | None:
+        """Launch the step after the one these chunks are in; one of its kind.
+
+        None where that would put off drafts, which only begin with tokens that the host knows.
+        """
+        speculation = self.speculation
+        if isinstance(before, Flight) and speculation is not None:
+            if len(chunks) <= speculation.graphs.buckets[-1]:
+                return None
+            reasons: Mapping[int, str] = {chunk.arrival: "batch" for chunk in chunks}
+        else:
+            reasons = {}
         self.num_ahead += 1
         if self._lanes.keep(chunks):
             self.seals.check()
-        return self._fly(chunks, 1)
+        if isinstance(before, Block):
+            assert speculation is not None
+            return self._timed(lambda: speculation.launch_ahead(chunks, draw_of, before))
+        flight = self._fly(chunks, 1)
+        flight.plain = reasons
+        return flight
 
     def _fly(self, chunks: Sequence[Chunk], further: int) -> Flight:
         rows = {
             (chunk.arrival, chunk.start + further): self._lanes.row_of(chunk) for chunk in chunks
         }
         bucket, half = self._lanes.bucket, self._half
-        if self._pass is None:
-            logits = self.graphs.run(bucket)
-        else:
-            logits = self._stopwatch.time(lambda: self.graphs.run(bucket), self.policy.saw_step)
-        self.num_launched += 1
+        logits = self._timed(lambda: self.graphs.run(bucket))
         self._lanes.advance()
         self._half ^= 1
         self._readback.start(half, bucket)
         return Flight(rows, bucket, half, logits)
 
-    def _launch_block(
-        self, chunks: Sequence[Chunk], draw_of: dict[int, Draw], plain: dict[int, str]
-    ) -> Block:
-        """Launch a speculative step."""
-        assert self.speculation is not None
-        speculation = self.speculation
-        if self._lanes.place(chunks, [draw_of[chunk.arrival] for chunk in chunks]):
-            self.seals.check()
+    def _timed(self, launch: Callable[[], T]) -> T:
+        """Launch a step; note how long it takes where a prompt's pass is cut by that."""
         self.num_launched += 1
         if self._pass is None:
-            return speculation.launch(chunks, draw_of, plain)
-        block: Block = self._stopwatch.time(
-            lambda: speculation.launch(chunks, draw_of, plain), self.policy.saw_step
-        )
-        return block
+            return launch()
+        found: T = self._stopwatch.time(launch, self.policy.saw_step)
+        return found
 
     def _take_block(
         self,
         block: Block,
         chunks: Sequence[Chunk],
         draw_of: dict[int, Draw],
-        plain: dict[int, str],
         samples: dict[int, Sample | None],
     ) -> dict[str, Sequence[Sample]]:
         """Wait for a speculative step: add first samples, give the others of those with drafts."""
         assert self.speculation is not None
         found = self.speculation.results(block, chunks, draw_of)
+        if isinstance(self._ahead, Block):
+            self.speculation.follow(self._ahead, [c for c in chunks if c.goes_ahead])
         further: dict[str, Sequence[Sample]] = {}
         for chunk in chunks:
             samples[chunk.arrival], *others = found[chunk.arrival]
-            if chunk.arrival not in plain:
+            if chunk.arrival not in block.plain:
                 further[chunk.request_id] = [sample for sample in others if sample is not None]
         return further
 

@@ -61,6 +61,14 @@ class Lanes:
         """
         return self._lanes[chunk.arrival].row
 
+    def position_of(self, chunk: Chunk) -> int:
+        """Position of the token that the next step processes of a chunk's request.
+
+        Raises:
+            KeyError: it has no row.
+        """
+        return self._lanes[chunk.arrival].position
+
     @property
     def bucket(self) -> int:
         """Smallest bucket that has all rows in use."""
@@ -72,8 +80,10 @@ class Lanes:
             lane.position += 1
 
     def move(self, chunk: Chunk, count: int) -> None:
-        """Note that a step gave a chunk's request `count` tokens."""
-        self._lanes[chunk.arrival].position = chunk.start + count
+        """Note that a step gave a chunk's request `count` tokens; it need have no row any more."""
+        lane = self._lanes.get(chunk.arrival)
+        if lane is not None:
+            lane.position = chunk.start + count
 
     def place(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> bool:
         """Give each chunk a row and upload what differs; no step is under way.

@@ -43,6 +43,7 @@ class Draw:
         forced: token to take whatever the logits say.
         allowed: int32 [ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v may be drawn.
         generated: the tokens generated so far; read where the params penalise.
+        guided: whether a guide will have a say in the draw after this one, too.
     """
 
     params: SamplingParams
@@ -50,6 +51,7 @@ class Draw:
     forced: int | None = None
     allowed: NDArray[np.int32] | None = None
     generated: Sequence[int] = ()
+    guided: bool = False
 
     @property
     def is_constrained(self) -> bool:

@@ -1,13 +1,16 @@
 """Speculative decode steps of the fast runner: who takes part, one launch, what came out.
 
 A step drafts, verifies and counts on the device (engine.model.speculate), over the rows and static
-buffers that plain steps use, and is captured by batch size as they are. What differs from step to
-step is one small matrix: how many tokens each row may get, and which ids stop it. Since the device
-observes both, its rolling state stands where the request does after every step, also where one ends
-in the middle of a block, so what the prefix cache keeps of it is right.
+buffers that plain steps use, and is captured by batch size as they are. Beside those it has two
+small tensors: tokens each request may still get, which the device counts down, and a *control*
+matrix of what the host knows: whether a draft may be taken at all, how far the request's blocks
+reach, and which ids end it.
 
-How many tokens a request gets is known only when the step is over, so no step is launched ahead of
-these results: the host's part of a step is short beside a pass of several rows a request.
+So the device stops a request where the host will, also in the middle of a block, and the request's
+rolling state stands exactly there: what the prefix cache keeps of it is right. And the next step can
+be launched before this one's results are read, as with plain steps (engine.device.fast_runner): a
+request that has ended gets nothing from it, and nothing of it is stored. Only one that is aborted
+may have gone further than anybody knows; the scheduler keeps no state of it.
 
 Requests whose next token must be seen before the one after it is drawn take part with a single row
 that counts, like a plain step's: their drafts are never taken. Where that is true of all, or there
@@ -16,7 +19,6 @@ are more requests than the decode kernels have rows for, the step is a plain one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,11 +43,16 @@ class Block:
     """A speculative step that was launched.
 
     Args:
-        rows: arrival -> row.
+        rows: (arrival, position) -> row; of one that was launched ahead, set when the results of the
+            step before are there.
+        plain: reasons by arrival of those that get one token.
+        half: which of the results are its own.
         logits: [bucket * (n + 1), V], until the next step is launched.
     """
 
-    rows: Mapping[int, int]
+    rows: dict[tuple[int, int], int]
+    plain: Mapping[int, str]
+    half: int
     logits: Tensor
 
 
@@ -82,16 +89,19 @@ class Speculation:
         self._pool = pool
         self._buffers = buffers
         self._lanes = lanes
-        size = self.num_tokens + 1
         fitting = speculative_buckets(buckets, self.num_tokens)
-        self._device = device = buffers.ids.device
+        device, most = buffers.ids.device, fitting[-1]
         self._on_gpu = device.type == "cuda"
-        most = fitting[-1]
-        self._control = torch.zeros((most, 1 + MOST_STOPS), dtype=torch.int64, device=device)
-        self._results = torch.zeros((most, size + 1), dtype=torch.int64, device=device)
-        self._control_host = torch.zeros_like(self._control, device="cpu", pin_memory=self._on_gpu)
-        self._results_host = torch.zeros_like(self._results, device="cpu", pin_memory=self._on_gpu)
-        self._read = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._control = ints(most, 2 + MOST_STOPS)
+        self._left = ints(most)
+        self._results = ints(most, self.num_tokens + 2)
+        # Two of each: what one step reads or has given is not touched before the next but one.
+        self._hosts = [_Host(self._control, self._left, self._results) for _ in range(2)]
+        self._half = 0
         seals.add("speculation", self._tensors)
         self.graphs = GraphCache(self._body, speculator.model, fitting, seals, captures=captures)
 
@@ -115,40 +125,35 @@ class Speculation:
             return {chunk.arrival: "batch" for chunk in chunks}
         reasons = {}
         for chunk in chunks:
-            reason = _reason(chunk, draw_of[chunk.arrival])
+            reason = _reason(chunk, draw_of[chunk.arrival], self._reach(chunk))
             if reason is not None:
                 reasons[chunk.arrival] = reason
         return reasons
 
     def launch(
-        self,
-        chunks: Sequence[Chunk],
-        draw_of: Mapping[int, Draw],
-        plain: Mapping[int, str],
+        self, chunks: Sequence[Chunk], draw_of: Mapping[int, Draw], plain: Mapping[int, str]
     ) -> Block:
-        """Launch a step; its results are read before anything else is placed.
+        """Launch a step whose first tokens the host knows.
 
         Args:
             chunks: newest tokens of requests, no more than the largest batch size, in place.
             draw_of: what is to be drawn after each, by arrival.
             plain: requests that may get one token alone, by arrival.
         """
-        control = self._control_host.numpy()
-        control[:, 0], control[:, 1:] = 0, NO_STOP
-        rows = {}
+        left = self._hosts[self._half].left
+        left.zero_()
         for chunk in chunks:
-            row = rows[chunk.arrival] = self._lanes.row_of(chunk)
-            control[row, 0] = 1 if chunk.arrival in plain else min(chunk.most, self.num_tokens + 1)
-            if chunk.arrival not in plain:
-                stops = _stops(draw_of[chunk.arrival])
-                control[row, 1 : 1 + len(stops)] = stops
-        bucket = self.graphs.bucket_for(1 + max(rows.values()))
-        self._control.copy_(self._control_host, non_blocking=True)
-        logits = self.graphs.run(bucket)
-        self._results_host[:bucket].copy_(self._results[:bucket], non_blocking=True)
-        if self._read is not None:
-            self._read.record()
-        return Block(rows, logits)
+            left[self._lanes.row_of(chunk)] = chunk.left
+        self._left.copy_(left, non_blocking=True)
+        block = self._run(chunks, draw_of, plain)
+        block.rows = {(c.arrival, c.start): self._lanes.row_of(c) for c in chunks}
+        return block
+
+    def launch_ahead(
+        self, chunks: Sequence[Chunk], draw_of: Mapping[int, Draw], before: Block
+    ) -> Block:
+        """Launch the step after the one these chunks are in, whose rows they keep."""
+        return self._run(chunks, draw_of, before.plain)
 
     def results(
         self, block: Block, chunks: Sequence[Chunk], draw_of: Mapping[int, Draw]
@@ -157,16 +162,17 @@ class Speculation:
 
         A single None stands for a token that could not be drawn.
         """
-        if self._read is not None:
-            self._read.synchronize()
-        lines = self._results_host.tolist()
+        lines = self._hosts[block.half].finish()
         found: dict[int, list[Sample | None]] = {}
         for chunk in chunks:
-            row, draw = block.rows[chunk.arrival], draw_of[chunk.arrival]
+            row, draw = block.rows[chunk.arrival, chunk.start], draw_of[chunk.arrival]
             count, *tokens = lines[row]
+            if not count:
+                raise RuntimeError(f"request {chunk.request_id} got no token from its row {row}")
             first = row * (self.num_tokens + 1)
             self._lanes.move(chunk, count)
             if draw.params.moves_logits:
+                # Nothing was launched ahead of it, so the row is written anew before the next step.
                 found[chunk.arrival] = sample(block.logits[first : first + 1], [draw])
                 continue
             found[chunk.arrival] = [
@@ -174,6 +180,37 @@ class Speculation:
                 for i, token in enumerate(tokens[:count])
             ]
         return found
+
+    def follow(self, ahead: Block, chunks: Sequence[Chunk]) -> None:
+        """Say where those stand that a step was launched ahead for, now that it is known."""
+        ahead.rows = {
+            (chunk.arrival, self._lanes.position_of(chunk)): self._lanes.row_of(chunk)
+            for chunk in chunks
+        }
+
+    def _reach(self, chunk: Chunk) -> int:
+        """The first position that a chunk's blocks do not cover."""
+        return len(chunk.block_ids) * self._pool.block_size
+
+    def _run(
+        self, chunks: Sequence[Chunk], draw_of: Mapping[int, Draw], plain: Mapping[int, str]
+    ) -> Block:
+        half, host = self._half, self._hosts[self._half]
+        self._half ^= 1
+        control = host.control.numpy()
+        control[:] = NO_STOP
+        control[:, 0] = 0
+        for chunk in chunks:
+            row, alone = self._lanes.row_of(chunk), chunk.arrival in plain
+            control[row, 0] = 1 if alone else self.num_tokens + 1
+            control[row, 1] = self._reach(chunk)
+            stops = [] if alone else _stops(draw_of[chunk.arrival])
+            control[row, 2 : 2 + len(stops)] = stops
+        self._control.copy_(host.control, non_blocking=True)
+        bucket = self._lanes.bucket
+        logits = self.graphs.run(bucket)
+        host.start(self._results, bucket)
+        return Block({}, plain, half, logits)
 
     def _sample(self, logits: Tensor, token: int, draw: Draw) -> Sample | None:
         top = draw.params.top_logprobs
@@ -183,35 +220,56 @@ class Speculation:
 
     def _body(self, count: int) -> Tensor:
         """One step over the first rows of the buffers; what graphs capture."""
-        b, control = self._buffers, self._control[:count]
+        b = self._buffers
         wanted = Wanted(
             temperature=b.temperature[:count],
             top_p=b.top_p[:count],
             seeds=b.seeds[:count],
             index=b.index[:count],
-            control=control,
+            control=self._control[:count],
+            left=self._left[:count],
             mask=b.mask[:count],
             forced=b.forced[:count],
         )
         return self._speculator.step(b.rows(count), self._pool, wanted, self._results)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"control": self._control, "results": self._results}
+        return {"control": self._control, "left": self._left, "results": self._results}
 
 
-def tally(plain: Mapping[int, str]) -> dict[str, int]:
-    """Count rows by reason."""
-    return dict(Counter(plain.values()))
+class _Host:
+    """What the host writes for a step and reads of it, pinned on a GPU."""
+
+    def __init__(self, control: Tensor, left: Tensor, results: Tensor) -> None:
+        self._on_gpu = results.device.type == "cuda"
+        self.control, self.left, self._results = (
+            torch.zeros_like(tensor, device="cpu", pin_memory=self._on_gpu)
+            for tensor in (control, left, results)
+        )
+        self._read = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+    def start(self, results: Tensor, count: int) -> None:
+        """Begin to copy what a step has written, before the next one writes there."""
+        self._results[:count].copy_(results[:count], non_blocking=True)
+        if self._read is not None:
+            self._read.record()
+
+    def finish(self) -> list[list[int]]:
+        """Wait for the copy and give its rows."""
+        if self._read is not None:
+            self._read.synchronize()
+        found: list[list[int]] = self._results.tolist()
+        return found
 
 
-def _reason(chunk: Chunk, draw: Draw) -> str | None:
-    if draw.allowed is not None or draw.forced is not None:
+def _reason(chunk: Chunk, draw: Draw, reach: int) -> str | None:
+    if draw.guided or draw.allowed is not None or draw.forced is not None:
         return "guide"
     if draw.params.moves_logits:
         return "penalties"
     if len(_stops(draw)) > MOST_STOPS:
         return "stops"
-    return "room" if chunk.most < 2 else None
+    return "room" if min(chunk.left, reach - chunk.start) < 2 else None
 
 
 def _stops(draw: Draw) -> list[int]:

@@ -25,6 +25,7 @@ def accept_torch(
     drawn: Tensor,
     usable: Tensor,
     control: Tensor,
+    left: Tensor,
     ids: Tensor,
     positions: Tensor,
     index: Tensor,
@@ -39,8 +40,9 @@ def accept_torch(
         drafted: int64 [B, n].
         drawn: int64 [B, n + 1]: the tokens drawn after x, after the first drafted one, and so on.
         usable: bool [B, n + 1], whether they count.
-        control: int64 [B, 1 + M]: most tokens each may get, 0 for rows that pad; then ids that end
-            the sequence, NO_STOP elsewhere.
+        control: int64 [B, 2 + M]: most tokens each may get in a step, 0 for rows that pad; the first
+            position that its blocks do not cover; then ids that end it, NO_STOP elsewhere.
+        left: int64 [B], tokens each may still get; lowered by the count, 0 after one that ends it.
         ids: int64 [B], written: the last token of those that get one, 0 where it does not count.
         positions: int32 [B], advanced by the count.
         index: int32 [B], output index, advanced by the count.
@@ -50,16 +52,20 @@ def accept_torch(
         counts int32 [B].
     """
     size = drafted.shape[1]
-    stopped = (drawn[:, :, None] == control[:, None, 1:]).any(-1)
+    stopped = (drawn[:, :, None] == control[:, None, 2:]).any(-1)
     agrees = (drafted == drawn[:, :-1]) & usable[:, :-1] & ~stopped[:, :-1]
     accepted = agrees.int().cumprod(1).sum(1)
     next_counts = usable.gather(1, accepted[:, None])[:, 0]
     counts = torch.where(next_counts | (accepted == 0), accepted + 1, accepted)
-    counts = torch.minimum(counts, control[:, 0]).int()
+    room = torch.minimum(torch.minimum(control[:, 0], left), control[:, 1] - positions)
+    counts = torch.minimum(counts, room).clamp(min=0).int()
     tokens = torch.where(usable, drawn, UNUSABLE)
     results[: len(ids), 0] = counts
     results[: len(ids), 1 : size + 2] = tokens
-    last = tokens.gather(1, (counts - 1).clamp(min=0).long()[:, None])[:, 0]
+    place = (counts - 1).clamp(min=0).long()[:, None]
+    last = tokens.gather(1, place)[:, 0]
+    ended = stopped.gather(1, place)[:, 0] & (counts > 0)
+    left.copy_(torch.where(ended, 0, left - counts))
     ids.copy_(torch.where(counts > 0, last.clamp(min=0), ids))
     positions.add_(counts)
     index.add_(counts)
@@ -75,6 +81,7 @@ def _accept(
     drawn,
     usable,
     control,
+    left,
     ids,
     positions,
     index,
@@ -98,23 +105,30 @@ def _accept(
     guess = tl.load(
         drafted + row[:, None] * SIZE + place, mask=real[:, None] & (place < SIZE), other=-3
     )
-    agrees = (guess == token) & good
+    stopped = token == -4
     for number in range(STOPS):
-        stop = tl.load(control + row * (STOPS + 1) + 1 + number, mask=real, other=-4)
-        agrees = agrees & (token != stop[:, None])
+        stop = tl.load(control + row * (STOPS + 2) + 2 + number, mask=real, other=-5)
+        stopped = stopped | (token == stop[:, None])
+    agrees = (guess == token) & good & (stopped == 0)
     # Places before the first disagreement; the last place has no guess and disagrees.
     accepted = tl.sum((tl.cumsum((~agrees).to(tl.int32), 1) == 0).to(tl.int32), 1)
     good_after = tl.sum(tl.where(place == accepted[:, None], good.to(tl.int32), 0), 1)
     found = accepted + tl.where((good_after > 0) | (accepted == 0), 1, 0)
-    limit = tl.load(control + row * (STOPS + 1), mask=real, other=0)
+    position = tl.load(positions + row, mask=real, other=0)
+    limit = tl.load(control + row * (STOPS + 2), mask=real, other=0)
+    more = tl.load(left + row, mask=real, other=0)
+    cover = tl.load(control + row * (STOPS + 2) + 1, mask=real, other=0)
+    limit = tl.maximum(tl.minimum(tl.minimum(limit, more), cover - position), 0)
     found = tl.minimum(found, limit.to(tl.int32))
+    is_last = place == found[:, None] - 1
+    ended = tl.sum(tl.where(is_last, stopped.to(tl.int32), 0), 1) > 0
+    tl.store(left + row, tl.where(ended, 0, more - found), mask=real)
     token = tl.where(good, token, NOTHING)
     tl.store(counts + row, found, mask=real)
     tl.store(results + row * (SIZE + 2), found.to(tl.int64), mask=real)
     tl.store(results + row[:, None] * (SIZE + 2) + 1 + place, token, mask=inside)
-    last = tl.sum(tl.where(place == found[:, None] - 1, token, 0), 1)
+    last = tl.sum(tl.where(is_last, token, 0), 1)
     tl.store(ids + row, tl.maximum(last, 0), mask=real & (found > 0))
-    position = tl.load(positions + row, mask=real, other=0)
     tl.store(positions + row, position + found, mask=real)
     step = tl.load(index + row, mask=real, other=0)
     tl.store(index + row, step + found, mask=real)
@@ -125,6 +139,7 @@ def accept_triton(
     drawn: Tensor,
     usable: Tensor,
     control: Tensor,
+    left: Tensor,
     ids: Tensor,
     positions: Tensor,
     index: Tensor,
@@ -138,6 +153,7 @@ def accept_triton(
         drawn,
         usable,
         control,
+        left,
         ids,
         positions,
         index,
@@ -145,7 +161,7 @@ def accept_triton(
         counts,
         count,
         SIZE=size,
-        STOPS=control.shape[1] - 1,
+        STOPS=control.shape[1] - 2,
         ROWS=16,
         PLACES=triton.next_power_of_2(size + 1),
         NOTHING=UNUSABLE,

@@ -50,8 +50,9 @@ class Wanted:
         top_p: float64 [B].
         seeds: int64 [B].
         index: int32 [B], output index of the next token; advanced by a step.
-        control: int64 [B, 1 + M]: most tokens the sequence may get in a step, whose positions its
-            table covers, 0 for none; then ids that end it (engine.kernels.accept).
+        control: int64 [B, 2 + M]: most tokens the sequence may get in a step, 0 for none; the first
+            position that its table does not cover; then ids that end it (engine.kernels.accept).
+        left: int64 [B], tokens it may still get; lowered by a step.
         mask: int32 [B, ceil(V / 32)], tokens that may be drawn first; None for all.
         forced: int32 [B], the first token, -1 for none; None for none at all.
     """
@@ -61,6 +62,7 @@ class Wanted:
     seeds: Tensor
     index: Tensor
     control: Tensor
+    left: Tensor
     mask: Tensor | None = None
     forced: Tensor | None = None
 
@@ -125,6 +127,7 @@ class Speculator:
             drawn,
             usable,
             wanted.control,
+            wanted.left,
             rows.ids,
             rows.positions,
             wanted.index,

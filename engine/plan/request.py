@@ -95,9 +95,14 @@ class RequestState:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def num_left(self) -> int:
+        """Tokens it may still get."""
+        return self.max_tokens - self.num_generated
+
+    @property
     def wants_more_after_this(self) -> bool:
         """Whether the token sampled next is followed by another, unless it is a stop token."""
-        return self.num_generated + 1 < self.max_tokens
+        return self.num_left > 1
 
     def admit(self, slot: int, block_ids: tuple[int, ...], num_computed: int = 0) -> None:
         """Give the request its memory, in which the state after `num_computed` tokens stands."""

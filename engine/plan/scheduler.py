@@ -107,6 +107,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._lookahead = lookahead
         self._drafts = drafts
+        self._unsure: set[str] = set()
         self._held: dict[str, Chunk] = {}  # of the last plan, not finished by it
         self._limbo: list[tuple[int, tuple[int, ...]]] = []  # (slot, blocks)
         self._arrivals = 0
@@ -169,6 +170,14 @@ class Scheduler:
         state.finish()
         return state
 
+    def abort(self, request_id: str) -> None:
+        """End a request for who no longer wants it; idempotent.
+
+        Its state is kept as that of one that ends by itself, but where the last step went ahead with
+        drafts: how far that took the state only the device knows.
+        """
+        self.remove(request_id, keep=request_id not in self._unsure)
+
     def plan(self) -> StepPlan:
         """Decide the next step, preempting and admitting where needed."""
         budget = self._max_batched_tokens
@@ -184,19 +193,17 @@ class Scheduler:
         if preemptions == self.num_preemptions and not self._held:
             self._admit(budget)
         ahead = self._lookahead and self._grow_ahead(streams)
+        for state in streams if self._drafts else ():
+            self._grow_for_drafts(state)
         chunks = [
-            self._chunk(
-                state,
-                1,
-                goes_ahead=ahead and state.wants_more_after_this,
-                most=self._most(state) if self._drafts else 1,
-            )
+            self._chunk(state, 1, goes_ahead=ahead and state.wants_more_after_this)
             for state in streams
         ]
         if self._held:
             chunks += self._held.values()
         else:
             chunks += self._prompts(budget)
+        self._unsure = {c.request_id for c in chunks if c.goes_ahead and self._drafts}
         if not chunks:
             return StepPlan(())
         plan = StepPlan(tuple(chunks), tuple(self._slot_copies), tuple(self._block_copies))
@@ -292,9 +299,7 @@ class Scheduler:
                 yield self._chunk(state, size)
                 budget -= size
 
-    def _chunk(
-        self, state: RequestState, size: int, *, goes_ahead: bool = False, most: int = 1
-    ) -> Chunk:
+    def _chunk(self, state: RequestState, size: int, *, goes_ahead: bool = False) -> Chunk:
         start = state.num_computed
         end = start + size
         scored_from, targets = self._targets(state, start, end)
@@ -308,7 +313,7 @@ class Scheduler:
             arrival=state.arrival,
             is_stream=state.status is Status.DECODE,
             goes_ahead=goes_ahead,
-            most=most,
+            left=state.num_left if state.status is Status.DECODE else 0,
             prefill=state.tail.mode,
             anchor=state.tail.anchor,
             scored_from=scored_from,
@@ -414,7 +419,7 @@ class Scheduler:
         return True
 
     def _grow_ahead(self, streams: list[RequestState]) -> bool:
-        """Give streams the blocks for the position after their newest token's, all or none.
+        """Give streams the block of the token after the ones of this step, all or none.
 
         Args:
             streams: those with a row in this step.
@@ -427,7 +432,7 @@ class Scheduler:
         """
         going = [state for state in streams if state.wants_more_after_this]
         missing = [
-            (state, self._blocks_for(len(state.token_ids) + 1) - len(state.block_ids))
+            (state, self._blocks_for(self._next_end(state)) - len(state.block_ids))
             for state in going
         ]
         needed = sum(count for _, count in missing if count > 0)
@@ -443,15 +448,17 @@ class Scheduler:
                 state.block_ids += self.blocks.acquire(count)
         return True
 
-    def _most(self, state: RequestState) -> int:
-        """Give a stream the blocks of its drafts as far as they are free; how many tokens it may get."""
-        left = state.max_tokens - state.num_generated
-        most = min(self._drafts + 1, left)
-        missing = self._blocks_for(state.num_computed + most) - len(state.block_ids)
-        own = min(missing, self.blocks.num_free)
-        if own > 0:
-            state.block_ids += self.blocks.acquire(own)
-        return min(most, len(state.block_ids) * self._block_size - state.num_computed)
+    def _next_end(self, state: RequestState) -> int:
+        """End of the row that the step after this one has of a stream, wherever it will stand."""
+        return len(state.token_ids) + min(1 + self._drafts, state.num_left - 1)
+
+    def _grow_for_drafts(self, state: RequestState) -> None:
+        """Give a stream the blocks of its drafts as far as they are free."""
+        rows = min(self._drafts + 1, state.num_left)
+        missing = self._blocks_for(state.num_computed + rows) - len(state.block_ids)
+        count = min(missing, self.blocks.num_free)
+        if count > 0:
+            state.block_ids += self.blocks.acquire(count)
 
     def _preempt(self, state: RequestState) -> None:
         self._running.remove(state)

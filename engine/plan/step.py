@@ -29,8 +29,7 @@ class Chunk:
         goes_ahead: whether the token sampled here may be processed before anybody has looked at it:
             the request will want another one, reads nothing but the token, and has the block that
             position needs. Set for all streams of a plan that go on, or for none.
-        most: tokens the request may take from this step: those it may still get and whose positions
-            its blocks cover, 1 where the runner drafts none.
+        left: tokens the request may still get, those of this step included; 0 for prompts.
         prefill: which rows the last layers process; see engine.plan.replay.
         anchor: the request's first row whose output is wanted; 0 where prefill is off.
         scored_from: position of the first row that scores a prompt token.
@@ -48,7 +47,7 @@ class Chunk:
     arrival: int = 0
     is_stream: bool = False
     goes_ahead: bool = False
-    most: int = 1
+    left: int = 0
     prefill: PrefillMode = "off"
     anchor: int = 0
     scored_from: int = 0

@@ -108,12 +108,13 @@ def propose(
     return found[0].tolist(), torch.stack(seen)
 
 
-def wanted(index: int, limit: int, temperature: float, stops: tuple[int, ...] = ()) -> Wanted:
+def wanted(index: int, left: int, temperature: float, stops: tuple[int, ...] = ()) -> Wanted:
     """How one sequence's tokens are drawn."""
     return Wanted(
         temperature=torch.tensor([temperature], dtype=torch.float64),
         top_p=torch.tensor([0.9], dtype=torch.float64),
         seeds=torch.tensor([7]),
         index=torch.tensor([index], dtype=torch.int32),
-        control=torch.tensor([[limit, *stops, NO_STOP]]),
+        control=torch.tensor([[99, 999, *stops, NO_STOP]]),
+        left=torch.tensor([left]),
     )

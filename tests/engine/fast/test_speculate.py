@@ -102,7 +102,8 @@ def test_a_draft_is_taken_as_far_as_it_agrees(data: st.DataObject) -> None:
     drafted = data.draw(st.lists(token, min_size=size, max_size=size))
     drawn = data.draw(st.lists(token, min_size=size + 1, max_size=size + 1))
     usable = data.draw(st.lists(st.booleans(), min_size=size + 1, max_size=size + 1))
-    limit = data.draw(st.integers(0, size + 2))
+    cap, more, room = (data.draw(st.integers(0, size + 2)) for _ in range(3))
+    limit = min(cap, more, room)
     stops = data.draw(st.booleans())
     expected: list[int] = []
     for place, drew in enumerate(drawn):
@@ -113,12 +114,14 @@ def test_a_draft_is_taken_as_far_as_it_agrees(data: st.DataObject) -> None:
         if not usable[place] or ends or place == size or drafted[place] != drew:
             break
     ids, positions = torch.tensor([9]), torch.tensor([40], dtype=torch.int32)
+    left = torch.tensor([more])
     index, results = torch.tensor([5], dtype=torch.int32), torch.full((2, size + 2), 7)
     counts = accept_torch(
         torch.tensor([drafted]),
         torch.tensor([drawn]),
         torch.tensor([usable]),
-        torch.tensor([[limit, 3 if stops else NO_STOP, NO_STOP]]),
+        torch.tensor([[cap, 40 + room, 3 if stops else NO_STOP, NO_STOP]]),
+        left,
         ids,
         positions,
         index,
@@ -128,6 +131,8 @@ def test_a_draft_is_taken_as_far_as_it_agrees(data: st.DataObject) -> None:
     assert counts.tolist() == [count]
     assert results[0, : count + 1].tolist() == [count, *expected]
     assert results[1].eq(7).all()
+    ended = stops and count > 0 and expected[-1] == 3
+    assert left.tolist() == [0 if ended else more - count]
     assert ids.tolist() == ([max(expected[-1], 0)] if expected else [9])
     assert (positions.tolist(), index.tolist()) == ([40 + count], [5 + count])
 

@@ -17,16 +17,19 @@ def state(count: int, size: int, seed: int) -> dict[str, torch.Tensor]:
     def tokens(*shape: int) -> torch.Tensor:
         return torch.randint(0, 2, shape, generator=g)
 
-    control = torch.full((count, 1 + MOST_STOPS), NO_STOP)
+    positions = torch.randint(0, 5000, (count,), generator=g, dtype=torch.int32)
+    control = torch.full((count, 2 + MOST_STOPS), NO_STOP)
     control[:, 0] = torch.randint(0, size + 3, (count,), generator=g)
-    control[:, 1 + seed % MOST_STOPS] = torch.randint(-1, 4, (count,), generator=g)
+    control[:, 1] = positions + torch.randint(-1, 2 * size + 3, (count,), generator=g)
+    control[:, 2 + seed % MOST_STOPS] = torch.randint(-1, 4, (count,), generator=g)
     found = {
         "drafted": tokens(count, size),
         "drawn": tokens(count, size + 1),
         "usable": torch.rand((count, size + 1), generator=g) < 0.8,
         "control": control,
+        "left": torch.randint(0, 2 * size + 3, (count,), generator=g),
         "ids": torch.randint(0, 1000, (count,), generator=g),
-        "positions": torch.randint(0, 5000, (count,), generator=g, dtype=torch.int32),
+        "positions": positions,
         "index": torch.randint(0, 90, (count,), generator=g, dtype=torch.int32),
         "results": torch.full((70, size + 2), 7777),
     }
