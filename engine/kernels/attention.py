@@ -142,11 +142,13 @@ class Tile:
     """How the work of a pass is cut.
 
     Args:
-        heads: of a program, at least 16.
+        heads: of a program.
         keys: of a tile.
         splits: programs that share the keys of a row, each walking its own.
         warps: per program.
         ahead: tiles on their way to shared memory when one is computed.
+        rows: of a program's products, at least 16 and as many as it has heads. From 64 on tensor
+            cores read keys from shared memory as they lie there.
     """
 
     heads: int
@@ -154,6 +156,7 @@ class Tile:
     splits: int
     warps: int
     ahead: int
+    rows: int = 0
 
 
 #: By rows of the pass, up to each: fewer programs per row where there are more rows. For records:
@@ -202,7 +205,8 @@ def tile_for(
     if dtype == torch.float32:
         tile = _FLOAT32
     most = 1 << max(heads - 1, 15).bit_length()
-    return replace(tile, heads=min(tile.heads, most))
+    tile = replace(tile, heads=min(tile.heads, most))
+    return replace(tile, rows=max(tile.rows, tile.heads))
 
 
 def attend_triton(
@@ -277,6 +281,7 @@ def attend_triton(
     if tile is None:
         has_entries = entries is not None
         tile = tile_for(tokens, heads, has_entries, q.dtype, are_records=record is not None)
+    products = max(tile.rows, tile.heads)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
     chosen = rows.tables if choice is None else choice
@@ -330,11 +335,12 @@ def attend_triton(
             IS_DECODE=rows.is_decode,
             BLOCK=block,
             SPLITS=tile.splits,
-            M=tile.heads,
+            HEADS=tile.heads,
+            M=products,
             N=tile.keys,
             LIST=1024 if tile.splits == 1 else 256,
             # The place of a key is loaded a tile before the key.
-            STAGES=tile.ahead * (1 if tile.heads >= 64 else 2) + 1,
+            STAGES=tile.ahead * (1 if products >= 64 else 2) + 1,
             num_warps=tile.warps,
             **overlapping(q.device),
         )
