@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.api import GenerateRequest, PrefillMode, SamplingParams, Usage
+from engine.api import EngineError, GenerateRequest, PrefillMode, SamplingParams, Usage
 from engine.core import EngineCore, load_engine
 from engine.device.fast_runner import FastRunner
 from engine.model.fast import FastModel
@@ -169,6 +169,22 @@ def test_an_engine_with_the_fast_runner_takes_the_option(path: Path) -> None:
         deltas += core.step()
 
     assert [d.usage for d in deltas] == [Usage(40, 1, prefill="bounded", tail_rows=8)]
+
+
+@pytest.mark.parametrize(
+    ("runner", "message"),
+    [
+        ("reference", "runner: expected fast, got reference beside tail_graphs"),
+        ("fast", "tail_graphs on: expected an NVIDIA GPU, got the CPU"),
+    ],
+)
+def test_captured_tails_are_refused_where_nothing_is_captured(
+    path: Path, runner: Any, message: str
+) -> None:
+    """Asked for on the CPU they are an error with its reason, before anything is loaded."""
+    options = EngineConfig(device="cpu", runner=runner, block_size=16, tail_graphs=True)
+    with pytest.raises(EngineError, match=message):
+        load_engine(path, options)
 
 
 def test_rows_of_prompts_are_counted_by_mode(models: Models) -> None:
