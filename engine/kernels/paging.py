@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.overlap import await_previous, begin_next, overlapping, overlaps
 from engine.kernels.triton_compat import tl, triton
 
 #: Places of `SlotState.counters`: steps; experts that a step found in a slot, and did not; moves of
@@ -145,9 +146,11 @@ def slots_of_torch(experts: Tensor, state: SlotState) -> Tensor:
 def _decide_kernel(
     experts, tiles, named, slot_expert, expert_slot, last_use, early, counters, moves, num_pairs,
     num_tiles, num_slots, num_experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program; SLOTS, EXPERTS and TILES are powers of two. AHEAD: as bring_ahead_torch."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     slot = tl.arange(0, SLOTS)
     real = slot < num_slots
     held = tl.load(slot_expert + slot, mask=real, other=-2)
@@ -207,32 +210,42 @@ def _decide_kernel(
                 tl.store(named + tile * 3 + field, value, mask=inside)
 
 
-def _decide(experts: Tensor, tiles: Tensor, state: SlotState, *, ahead: bool) -> Tensor:
+def _decide(
+    experts: Tensor, tiles: Tensor, state: SlotState, *, ahead: bool, overlap: bool
+) -> Tensor:
     slots, count = state.slot_expert.numel(), state.expert_slot.numel()
     named = torch.empty_like(tiles)
     _decide_kernel[(1,)](
         experts, tiles, named, state.slot_expert, state.expert_slot, state.last_use, state.early,
         state.counters, state.moves, experts.numel(), len(tiles), slots, count,
         SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(count),
-        TILES=min(16, triton.next_power_of_2(len(tiles))), AHEAD=ahead,
-        num_warps=1 if slots <= 128 else 4,
+        TILES=min(16, triton.next_power_of_2(len(tiles))), AHEAD=ahead, OVERLAP=overlap,
+        num_warps=1 if slots <= 128 else 4, launch_pdl=overlap,
     )  # fmt: skip
     return named
 
 
-def decide_triton(experts: Tensor, tiles: Tensor, state: SlotState) -> Tensor:
-    """Run decide_torch as one program."""
-    return _decide(experts, tiles, state, ahead=False)
+def decide_triton(
+    experts: Tensor, tiles: Tensor, state: SlotState, *, joins: bool = False
+) -> Tensor:
+    """Run decide_torch as one program; `joins`: the stream has waited for another just now."""
+    # A kernel of two predecessors begins when both have ended.
+    overlap = overlaps(experts.device) and not joins
+    return _decide(experts, tiles, state, ahead=False, overlap=overlap)
 
 
 def bring_ahead_triton(experts: Tensor, state: SlotState) -> None:
     """Run bring_ahead_torch as one program."""
-    _decide(experts, experts.view(-1, 1), state, ahead=True)
+    _decide(experts, experts.view(-1, 1), state, ahead=True, overlap=False)
 
 
 @triton.jit
-def _bring_in_kernel(store, slots, moves, counters, words, WORDS: tl.constexpr):
+def _bring_in_kernel(
+    store, slots, moves, counters, words, WORDS: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Program p copies every P-th piece of each expert; the moves follow each other."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     count = tl.load(counters + 3)
     pieces = tl.cdiv(words, WORDS)
     at = tl.arange(0, WORDS)
@@ -256,6 +269,7 @@ def bring_in_triton(store: Tensor, slots: Tensor, state: SlotState) -> None:
         words,
         WORDS=_COPY_WORDS,
         num_warps=8,
+        **overlapping(slots.device),
     )
 
 

@@ -300,7 +300,6 @@ class PagedExperts:
 
         `meanwhile` is called when what a single wave misses is on its way.
         """
-        self._await_ahead()
         how = {"limit": limit, "act_group": act_group}
         if self.is_one_wave(routing):
             named = replace(routing, tiles=self._bring_in(ops, routing))
@@ -309,6 +308,7 @@ class PagedExperts:
             w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
             shared = shared13, shared2
             return _at_once(ops, x, named, w13, w2, shared, limit=limit, act_group=act_group)
+        self._await_ahead()
         total: Tensor | None = None
         pieces = self._streamed if self.is_dense(routing) else self._waves
         with closing(pieces(ops, routing)) as waves:
@@ -348,10 +348,13 @@ class PagedExperts:
         """Have the next pass wait for what comes ahead; what that uses is kept until then."""
         self._ahead = done, used
 
-    def _await_ahead(self) -> None:
-        if self._ahead is not None:
-            self._await(self._ahead[0])
-            self._ahead = None
+    def _await_ahead(self) -> bool:
+        """Wait for what comes ahead, if something does."""
+        if self._ahead is None:
+            return False
+        self._await(self._ahead[0])
+        self._ahead = None
+        return True
 
     def _named(self, ops: Ops, routing: Routing) -> Routing:
         """The routing with slots instead of experts in its tiles."""
