@@ -2,8 +2,7 @@
 
     python -m bench.paged --batch 1,4,16,64 --prompt 8192                     (all resident)
     python -m bench.paged --slots 40 --hit 0.5,0.67,0.81,0.887,0.9,0.95,0.99 --baselines
-    python -m bench.paged --slots 16,24,32,48,64,96 --hit "" --zipf           (sweep over K)
-    python -m bench.paged --slots 64 --hit "" --prompt 8192
+    python -m bench.paged --slots 64,16,24,32,48,96 --hit "" --zipf --prompt 8192   (sweep over K)
     python -m bench.paged --geometry v4-flash-43l --slots 128 --resident-layers 30 --hit 0.9
 
 Routing is injected where experts are paged (bench.paged_model). `reuse` draws each choice from the K
@@ -61,7 +60,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     print(f"# {loaded}, GPU {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
     for count in counts or [0]:
-        if count and len(counts) > 1:
+        if count != (counts or [0])[0]:
             bench.use_slots(count)
         offloaded = store - sum(p.slots.nbytes for p in bench.paged)
         common = {**loaded, "slots": count, "offloaded_gb": round(offloaded / 1e9, 2)}
@@ -72,8 +71,9 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for number, paged in enumerate(bench.paged[:: max(1, len(bench.paged) // 4)]):
                 paged.check_integrity()
                 print(f"# slots of paged layer {number} hold the store's bytes", flush=True)
-        for length in (int(n) for n in args.prompt.split(",") if n):
-            yield {**common, **_prompt(bench, length, args.repeats), **peaks()}
+        if count == (counts or [0])[0]:  # others over the same store have no buffers for prompts
+            for length in (int(n) for n in args.prompt.split(",") if n):
+                yield {**common, **_prompt(bench, length, args.repeats), **peaks()}
 
 
 def _decode(
