@@ -198,6 +198,8 @@ class FastRunner:
             self._compile(partial(self._decode, bucket) for bucket in self.graphs.buckets)
             self.graphs.build()
             if self.speculation is not None:
+                rehearse, sizes = self.speculation.rehearse, self.speculation.graphs.buckets
+                self._compile(partial(rehearse, size) for size in sizes)
                 self.speculation.build()
             self._buffers.half.zero_()
 

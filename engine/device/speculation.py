@@ -218,10 +218,20 @@ class Speculation:
             return None
         return Sample(token, None if top is None else logprob_of(logits, token, top))
 
+    def rehearse(self, count: int) -> None:
+        """Call all that a step calls, where kernels are compiled and do not run."""
+        self._speculator.rehearse(
+            self._buffers.rows(count), self._pool, self._wanted(count), self._results
+        )
+
     def _body(self, count: int) -> Tensor:
         """One step over the first rows of the buffers; what graphs capture."""
+        rows, wanted = self._buffers.rows(count), self._wanted(count)
+        return self._speculator.step(rows, self._pool, wanted, self._results)
+
+    def _wanted(self, count: int) -> Wanted:
         b = self._buffers
-        wanted = Wanted(
+        return Wanted(
             temperature=b.temperature[:count],
             top_p=b.top_p[:count],
             seeds=b.seeds[:count],
@@ -231,7 +241,6 @@ class Speculation:
             mask=b.mask[:count],
             forced=b.forced[:count],
         )
-        return self._speculator.step(b.rows(count), self._pool, wanted, self._results)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"control": self._control, "left": self._left, "results": self._results}

@@ -136,6 +136,39 @@ class Speculator:
         held.commit(counts)
         return logits
 
+    def rehearse(self, rows: Rows, pool: KVPool, wanted: Wanted, results: Tensor) -> None:
+        """Call all that a step calls where kernels are only compiled: nothing they give is looked up.
+
+        Args:
+            rows: as for `step`, as all others.
+            pool: as above.
+            wanted: as above.
+            results: as above.
+        """
+        pick, size, none = self._pick(wanted), self.num_tokens + 1, torch.zeros_like(rows.ids)
+
+        def first(logits: Tensor, place: int) -> Tensor:
+            pick(logits, place)
+            return none
+
+        drafted = self._drafter.propose(rows, pool, first)
+        block = self._spread(rows, size, torch.cat((none[:, None], drafted), 1))
+        held = Held()
+        logits = self.model.run(Pass(block, pool, held))
+        drawn, usable = self._draw(logits, wanted, block.seq, size)
+        self._accept(
+            drafted,
+            drawn,
+            usable,
+            wanted.control,
+            wanted.left,
+            none,
+            rows.positions,
+            wanted.index,
+            results,
+        )
+        held.commit(torch.zeros_like(rows.slots))
+
     def _pick(self, wanted: Wanted) -> Callable[[Tensor, int], Tensor]:
         """Draw drafted tokens as the rows that judge them will: at the output index of each place."""
 

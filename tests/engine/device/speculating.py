@@ -56,7 +56,7 @@ class Told:
             known = list(self.truth.get(by_slot.get(slot, ""), ()))[position + 1 :]
             right = self.draw.choice((0, 1, self.num_tokens, self.num_tokens))
             line[:right] = known[:right] + line[len(known[:right]) : right]
-        return torch.tensor(found, dtype=torch.int64).view_as(own)
+        return torch.tensor(found, dtype=torch.int64, device=own.device).view_as(own)
 
 
 def load_speculating(path: Path) -> tuple[FastModel, Told, Drafting]:

@@ -167,3 +167,35 @@ def test_a_close_draft_is_taken_as_often_when_sampled(loaded: Loaded) -> None:
         logits, one, 0.9 * one, torch.full((3,), 7), torch.arange(4, 7, dtype=torch.int32)
     )
     assert [int(pick(logits[i : i + 1], i)) for i in range(3)] == own.tolist()
+
+
+def test_a_rehearsal_calls_what_a_step_calls(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every operation of a step is called, with the same shapes, so that its kernels are compiled."""
+    model, drafter = loaded
+    called: list[tuple[str, tuple[object, ...]]] = []
+
+    def spy(name: str, run: object) -> object:
+        def noted(*args: object, **kwargs: object) -> object:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            called.append((name, tuple(tuple(t.shape) for t in tensors)))
+            return run(*args, **kwargs)  # type: ignore[operator]
+
+        return noted
+
+    names = [field.name for field in dataclasses.fields(model.ops) if field.name != "name"]
+    spies = {name: spy(name, getattr(model.ops, name)) for name in names}
+    monkeypatch.setattr(model, "ops", dataclasses.replace(model.ops, **spies))
+    speculator = Speculator(model, drafter)
+    monkeypatch.setattr(speculator, "_accept", spy("accept", speculator._accept))
+    found = []
+    for run in (speculator.step, speculator.rehearse):
+        pool = make_pool(model)
+        results = torch.zeros((1, drafter.num_tokens + 2), dtype=torch.int64)
+        run(one_row(5, 0), pool, wanted(0, 9, 0.0), results)
+        found.append(list(called))
+        called.clear()
+    assert found[0] == found[1]
+    assert ("accept", found[0][-1][1]) in found[0]
+    assert len(found[0]) > 50

@@ -1,0 +1,160 @@
+"""Speculative steps as CUDA graphs: equal to the same step launched kernel by kernel, and to plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.api import GenerateRequest, SamplingParams
+from engine.core import EngineCore, load_engine
+from engine.device.fast_runner import FastRunner
+from engine.options import EngineConfig
+from engine.speculation import drafter_in
+from tests.engine.device.engines import requests, run, same
+from tests.engine.device.speculating import Told, beyond, whole_texts
+from tests.engine.model import build
+
+pytestmark = pytest.mark.gpu
+#: Heads and windows as small as the kernels' tiles allow.
+SIZES = {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32, "sliding_window": 16}
+MODES = [("v41", "torch"), ("v4", "torch"), ("v41", "triton"), ("v4", "triton")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_products() -> Iterator[None]:
+    """TF32 would round the operands of every product to 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="module", params=MODES, ids="-".join)
+def mode(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mode: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config: dict[str, Any] = getattr(build, mode[0])(**SIZES)
+    return build.write(tmp_path_factory.mktemp("gpu") / "model", config, seed=11)
+
+
+def make(path: Path, **changes: Any) -> EngineCore:
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "block_size": 16,
+        "num_blocks": 100,
+        "max_num_seqs": 4,
+        "max_batched_tokens": 40,
+        "max_snapshots": 20,
+        "max_model_len": 256,
+    }
+    return load_engine(path, EngineConfig(**{**settings, **changes}))
+
+
+@pytest.fixture(scope="module")
+def core(checkpoint: Path, mode: tuple[str, str]) -> EngineCore:
+    """One engine for all tests of a model: kernels take their time to compile."""
+    return make(checkpoint, kernels=mode[1], speculation="auto")
+
+
+def runner_of(core: EngineCore) -> FastRunner:
+    assert isinstance(core._runner, FastRunner)
+    return core._runner
+
+
+def test_tokens_are_the_references(core: EngineCore, checkpoint: Path) -> None:
+    """In float32 a random load gets what the CPU gives it without drafts."""
+    load = requests(random.Random(3), 16)
+    cpu = make(checkpoint, device="cpu", cpu_threads=4)
+
+    assert same(run(core, load), run(cpu, load), load, atol=2e-3)
+    runner = runner_of(core)
+    assert runner.num_drafts in (1, 5)
+    assert core.stats().speculation.drafted > 100
+    assert runner.num_ahead > 0
+
+
+def test_replay_equals_eager_bitwise(core: EngineCore, mode: tuple[str, str]) -> None:
+    """From one state, a replayed step leaves the same bits as the step run launch by launch."""
+    runner, draw = runner_of(core), random.Random(1)
+    speculation = runner.speculation
+    assert speculation is not None
+    for number in range(4):
+        ids = tuple(draw.randrange(288) for _ in range(draw.randint(1, 60)))
+        sampling = SamplingParams(90, temperature=number % 2, top_p=0.9, seed=number)
+        core.submit(GenerateRequest(str(number), ids, sampling))
+    for _ in range(8):
+        core.step()
+    torch.cuda.synchronize()
+
+    def tensors() -> dict[str, Tensor]:
+        return {
+            **runner._pool.named_tensors(),
+            **runner._buffers.tensors(),
+            **speculation._tensors(),
+        }
+
+    with torch.inference_mode():
+        start = {name: tensor.clone() for name, tensor in tensors().items()}
+        for bucket in speculation.graphs.buckets:
+            found = []
+            for launch in (speculation.graphs.run, speculation._body):
+                for name, tensor in tensors().items():
+                    tensor.copy_(start[name])
+                logits = launch(bucket).clone()
+                after = {name: tensor.clone() for name, tensor in tensors().items()}
+                found.append({**after, "logits": logits})
+            replayed, called = found
+            differing = [
+                name
+                for name in called
+                if not torch.equal(called[name].view(torch.uint8), replayed[name].view(torch.uint8))
+            ]
+            assert not differing, (bucket, differing)
+            assert not torch.equal(start["results"], called["results"])
+        kernels = [captured.kernels for captured in speculation.graphs.captured]
+        assert all(used == kernels[0] for used in kernels)
+        assert ({"attend", "moe", "sample"} <= kernels[0]) == (mode[1] == "triton")
+    runner._forget()
+    for number in range(4):
+        core.abort(str(number))
+
+
+def test_drafts_that_are_right_change_no_token(
+    core: EngineCore, checkpoint: Path, mode: tuple[str, str]
+) -> None:
+    """Called step by step with drafts that are right for a while, requests get the plain tokens."""
+    plain = make(checkpoint, kernels=mode[1], graphs=False)
+    load = requests(random.Random(6), 12)
+    truth = whole_texts(load, run(plain, beyond(load)))
+    want = run(plain, load)
+    runner = runner_of(core)
+    assert runner.speculation is not None
+    speculator = runner.speculation._speculator
+    told = Told(speculator._drafter)
+    told.core, told.truth = core, truth
+    graphs, before = runner.speculation.graphs, core.stats().speculation.accepted
+    speculator._drafter, captures, graphs._captures = told, graphs._captures, False
+    core._scheduler.prefix.clear()
+    try:
+        assert same(run(core, load), want, load, atol=2e-3)
+    finally:
+        speculator._drafter, graphs._captures = told._drafter, captures
+    assert core.stats().speculation.accepted > before + 20
+
+
+def test_the_checkpoint_names_its_drafter(core: EngineCore) -> None:
+    """The option auto has taken the stages that are there."""
+    runner = runner_of(core)
+    drafter = drafter_in(runner._model.config)
+    assert drafter in ("dspark", "mtp")
+    assert runner.num_drafts == (5 if drafter == "dspark" else 1)
