@@ -326,6 +326,9 @@ class EngineCore:
             if chunk.wants_logits:
                 state = self._scheduler.get(chunk.request_id)
                 params, guide = state.request.sampling, state.request.guide
+                if not state.needs_host:
+                    draws.append(Draw(params, state.num_generated))
+                    continue
                 wanted = params.penalises or guide is not None
                 generated = state.token_ids[state.num_prompt :] if wanted else ()
                 draw = Draw(
@@ -352,7 +355,7 @@ class EngineCore:
         request_id = chunk.request_id
         state = self._scheduler.get(request_id)
         is_first = not state.num_generated
-        more = tuple(sample.token_id for sample in further)
+        more = tuple(sample.token_id for sample in further) if further else ()
         reason = self._scheduler.commit(chunk, drawn.token_id, more)
         self._completion_tokens += 1 + len(more)
         if is_first:
@@ -362,7 +365,7 @@ class EngineCore:
         return TokenDelta(
             request_id=request_id,
             token_ids=(drawn.token_id, *more),
-            logprobs=_logprobs((drawn, *further)),
+            logprobs=_logprobs((drawn, *further)) if state.needs_host else None,
             finish_reason=reason,
             usage=_usage(state) if is_first or reason is not None else None,
             prompt_logprobs=self._take_prompt_scores(state.request) if is_first else None,

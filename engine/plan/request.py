@@ -53,6 +53,7 @@ class RequestState:
         "chain",
         "marks",
         "max_tokens",
+        "needs_host",
         "num_computed",
         "num_prompt",
         "request",
@@ -76,6 +77,10 @@ class RequestState:
         self.request = request
         self.arrival = arrival
         self.num_prompt = len(request.prompt_ids)
+        #: Whether the host has a say in, or a look at, what each step draws.
+        self.needs_host = (
+            params.top_logprobs is not None or params.moves_logits or request.guide is not None
+        )
         self.max_tokens = min(params.max_tokens, max_model_len - self.num_prompt)
         self.stop_token_ids = frozenset(() if params.ignore_eos else params.stop_token_ids)
         self.status = Status.WAITING

@@ -436,12 +436,7 @@ class Scheduler:
             for state in going
         ]
         needed = sum(count for _, count in missing if count > 0)
-        if needed > self.blocks.num_free or any(
-            state.request.sampling.top_logprobs is not None
-            or state.request.sampling.moves_logits
-            or state.request.guide is not None
-            for state in streams
-        ):
+        if needed > self.blocks.num_free or any(state.needs_host for state in streams):
             return False
         for state, count in missing:
             if count > 0:

@@ -6,13 +6,15 @@ The scheduler writes them, the device side reads them; neither changes them afte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import PrefillMode
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One request's share of a step: consecutive tokens of its sequence.
+
+    A named tuple, since one is made for every stream in every step.
 
     Args:
         request_id: whose.

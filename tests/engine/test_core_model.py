@@ -189,8 +189,8 @@ def test_the_comparison_sees_shared_memory(
     def wrong(plan: Any, draws: Any) -> Any:
         changes: dict[str, Any] = {"slot": 1} if fault == "slot" else {}
         chunks = [
-            dataclasses.replace(
-                c, **(changes or {"block_ids": (c.block_ids[0], *[7] * (len(c.block_ids) - 1))})
+            c._replace(
+                **(changes or {"block_ids": (c.block_ids[0], *[7] * (len(c.block_ids) - 1))})
             )
             for c in plan.chunks
         ]

@@ -130,7 +130,7 @@ def test_logits_come_for_the_chunks_that_want_them(load, kind):
 
     assert got.shape == (2, 288)
     assert difference(got, want[[4, 0]]) <= tolerance
-    silent = [dataclasses.replace(chunk, wants_logits=False) for chunk in chunks[:1]]
+    silent = [chunk._replace(wants_logits=False) for chunk in chunks[:1]]
     pool.reset_slot(3)
     assert model.forward(ForwardBatch.build(silent), pool).shape == (0, 288)
 

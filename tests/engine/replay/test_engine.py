@@ -383,7 +383,7 @@ def test_a_chunks_own_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Scheduler, state: object, size: int, **how: object) -> object:
         found = right(self, state, size, **how)  # type: ignore[arg-type]
-        return replace(found, anchor=min(found.anchor, found.end - 1))
+        return found._replace(anchor=min(found.anchor, found.end - 1))
 
     def seen(seed: int) -> bool:
         ids = text(seed, 40)

@@ -121,7 +121,7 @@ def test_the_comparison_sees_a_missing_tail(models: Models) -> None:
     right = FastRunner._begin
 
     def wrong(self: FastRunner, chunks: Any) -> Any:
-        return right(self, [replace(c, prefill="off") for c in chunks])
+        return right(self, [c._replace(prefill="off") for c in chunks])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FastRunner, "_begin", wrong)

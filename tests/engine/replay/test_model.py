@@ -129,7 +129,7 @@ class Prompt:
         left = self.length - self.request.done
         found = self.request.chunk(max(1, min(size, left)))
         last = found.end >= self.length
-        return dataclasses.replace(found, prefill=self.mode, anchor=self.anchor, wants_logits=last)
+        return found._replace(prefill=self.mode, anchor=self.anchor, wants_logits=last)
 
     def difference(self, model: Model) -> float:
         """Largest difference of a row that is wanted, as a share of its norm; NaN counts."""
@@ -385,7 +385,7 @@ def test_a_chunks_own_window_is_seen(double: Model, monkeypatch: pytest.MonkeyPa
 
     def wrong(self: Prompt, size: int) -> Chunk:
         found = right(self, size)
-        return dataclasses.replace(found, anchor=min(found.anchor, found.end - 1))
+        return found._replace(anchor=min(found.anchor, found.end - 1))
 
     monkeypatch.setattr(Prompt, "chunk", wrong)
 

@@ -79,7 +79,7 @@ def tails_of(model: FastModel, pool: KVPool, **how: Any) -> TailGraphs:
         model, pool, tail_in(model), max_model_len=96,
         **{"buckets": BUCKETS, "captures": False, "warm_rows": 40, **how},
     )  # fmt: skip
-    run_pass(model, pool, [replace(chunk(0, 40, "bounded"), slot=0, block_ids=(0,) * BLOCKS)], tails)  # fmt: skip
+    run_pass(model, pool, [chunk(0, 40, "bounded")._replace(slot=0, block_ids=(0,) * BLOCKS)], tails)  # fmt: skip
     tails.build()
     return tails
 
