@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,8 @@ class Teacher:
         rows = [self._run(chunk)]
         if len(answer) > 1:
             start, ids = len(prompt), tuple(answer[:-1])
-            chunk = replace(chunk, start=start, token_ids=ids, wants_logits=False)
-            chunk = replace(chunk, scored_from=start, targets=tuple(answer[1:]))
+            chunk = chunk._replace(start=start, token_ids=ids, wants_logits=False)
+            chunk = chunk._replace(scored_from=start, targets=tuple(answer[1:]))
             rows.append(self._run(chunk))
         return torch.cat(rows).double()
 
