@@ -45,68 +45,74 @@ def _linear_kernel(
 
 
 @triton.jit
-def _clear(parts, experts, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _clear(parts, experts, T, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Write zeros where no program of the second product will write: the last part, and padding's."""
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    if program <= CHOICES:
-        empty = program == CHOICES
-        if program < CHOICES:
-            empty = tl.load(experts + program) < 0
+    if program < T * (CHOICES + 1):
+        choice = program % (CHOICES + 1)
+        empty = choice == CHOICES
+        if choice < CHOICES:
+            empty = tl.load(experts + program // (CHOICES + 1) * CHOICES + choice) < 0
         if empty:
             tl.store(parts + program * D + column, tl.zeros((BLOCK,), tl.float32), mask=column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _first_kernel(
-    x, data, data_apart, hidden, parts, experts, tiles, order, weights, limit, CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    x, data, data_apart, hidden, parts, experts, tiles, order, weights, T, limit,
+    CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BN: tl.constexpr, CLEARS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (BN hidden values, tile of one pair)."""
+    """Program (BN hidden values, tile of a few pairs)."""
     block, tile = tl.program_id(0), tl.program_id(1)
     n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     if CLEARS:
-        _clear(parts, experts, CHOICES, D, WIDTH)
+        _clear(parts, experts, T, CHOICES, D, WIDTH)
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     at = data + expert.to(tl.int64) * data_apart
     inside = (n < INNER)[:, None] & (k < D)[None, :]
     gate = tl.load(at + n[:, None] * D + k[None, :], mask=inside, other=0.0)
     up = tl.load(at + (n + INNER)[:, None] * D + k[None, :], mask=inside, other=0.0)
-    value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
-    weight = tl.load(weights + tl.load(order + tl.load(tiles + tile * 3 + 1)))
-    g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
-    u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
-    made = g / (1.0 + tl.exp(-g)) * u * weight
-    tl.store(hidden + tile * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
+    for place in range(first, first + count):
+        pair = tl.load(order + place)
+        weight = tl.load(weights + pair)
+        value = tl.load(x + pair // CHOICES * D + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
+        g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
+        u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
+        made = g / (1.0 + tl.exp(-g)) * u * weight
+        tl.store(hidden + place * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
 
 
 @triton.jit
 def _second_kernel(
-    hidden, data, data_apart, parts, tiles, order, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
+    hidden, data, data_apart, parts, tiles, order, CHOICES: tl.constexpr, INNER: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (BN output values, tile of one pair).
+    """Program (BN output values, tile of a few pairs).
 
     The first product let this one begin after its own wait, so the tiles are there.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
     expert = tl.load(tiles + tile * 3)
-    real = (expert >= 0).to(tl.int32)  # 0: a tile that is not there
-    height, length = real * D, real * INNER
-    expert = tl.maximum(expert, 0).to(tl.int64)
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    height = tl.where(expert >= 0, D, 0)  # 0: a tile that is not there
     inside = (n < height)[:, None] & (k < INNER)[None, :]
-    at = data + expert * data_apart + n[:, None] * INNER + k[None, :]
-    held = tl.load(at, mask=inside, other=0.0)
-    pair = tl.load(order + tl.load(tiles + tile * 3 + 1))
+    at = data + tl.maximum(expert, 0).to(tl.int64) * data_apart
+    held = tl.load(at + n[:, None] * INNER + k[None, :], mask=inside, other=0.0)
     begin_next(OVERLAP)
     await_previous(OVERLAP)
-    value = tl.load(hidden + tile * INNER + k, mask=k < length, other=0.0).to(tl.float32)
-    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
-    tl.store(parts + pair * D + n, total, mask=n < height)
+    for place in range(first, first + count):
+        pair = tl.load(order + place)
+        value = tl.load(hidden + place * INNER + k, mask=k < INNER, other=0.0).to(tl.float32)
+        total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+        tl.store(parts + (pair + pair // CHOICES) * D + n, total, mask=n < height)
 
 
 @triton.jit
@@ -229,32 +235,33 @@ def norm_linear_row(
     return new, out
 
 
-def experts_row(
+def experts_rows(
     x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float, summed: bool = False
 ) -> Tensor:
-    """Run moe_torch for one row without a shared expert; arguments as there.
+    """Run moe_torch for up to MOST_ROWS rows without a shared expert; arguments as there.
 
     Args:
-        x: [1, d].
-        routing: of the row.
+        x: [T, d].
+        routing: of the rows.
         w13: [N, 2 * I, d].
         w2: [N, d, I].
         limit: swiglu_limit.
-        summed: whether the parts are added up, by expert.
+        summed: whether one row's parts are added up, by expert.
 
     Returns:
-        float32 [1, k + 1, d] as moe_torch, or [1, 1, d].
+        float32 [T, k + 1, d] as moe_torch, or [1, 1, d].
     """
-    choices, (d, inner) = routing.experts.shape[1], w2.shape[-2:]
+    (count, choices), (d, inner) = routing.experts.shape, w2.shape[-2:]
     tiles = len(routing.tiles)
-    hidden = torch.empty((tiles, inner), dtype=x.dtype, device=x.device)
-    shape = (1, 1, d) if summed else (1, choices + 1, d)
+    hidden = torch.empty((count * choices, inner), dtype=x.dtype, device=x.device)
+    shape = (1, 1, d) if summed else (count, choices + 1, d)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     columns, rows = _tiling(d, 2)
-    _first_kernel[(max(triton.cdiv(inner, rows), triton.cdiv(choices + 1, tiles)), tiles)](
-        x, w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
-        routing.order, routing.weights, limit, CHOICES=choices, INNER=inner, D=d, WIDTH=columns,
-        BN=rows, CLEARS=not summed, num_warps=_WARPS, **overlapping(x.device),
+    blocks = max(triton.cdiv(inner, rows), triton.cdiv(count * (choices + 1), tiles))
+    _first_kernel[(blocks, tiles)](
+        x.contiguous(), w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
+        routing.order, routing.weights, count, limit, CHOICES=choices, INNER=inner, D=d,
+        WIDTH=columns, BN=rows, CLEARS=not summed, num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     data, apart = w2.data, w2.data.stride(0)
     if summed:
@@ -267,7 +274,7 @@ def experts_row(
         return parts
     columns, rows = _tiling(inner)
     _second_kernel[(triton.cdiv(d, rows), tiles)](
-        hidden, data, apart, parts, routing.tiles, routing.order, INNER=inner, D=d, WIDTH=columns,
-        BN=rows, num_warps=_WARPS, **overlapping(x.device),
+        hidden, data, apart, parts, routing.tiles, routing.order, CHOICES=choices, INNER=inner,
+        D=d, WIDTH=columns, BN=rows, num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     return parts
