@@ -378,20 +378,29 @@ def attend_kernel(
         top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros((M, D), tl.float32)
-    middle = last_key if ONE_FORM else tl.minimum(last_key, entries_from)
-    acc, top, total = walk_device(
-        ring, keys, first_key, middle, last_key if ONE_FORM else tl.minimum(last_key, window),
-        window, entries_from, newest, start, own, kept, entries_place, chosen, queries, scale, acc,
-        top, total, W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES and ONE_FORM, True, D,
-        2 * R, WINDOW_FORM, N, STAGES,
-    )  # fmt: skip
-    if not ONE_FORM:
+    if ONE_FORM:
         acc, top, total = walk_device(
-            ring, keys, tl.maximum(first_key, entries_from), last_key, last_key, window,
-            entries_from, newest, start, own, kept, entries_place, chosen, queries, scale, acc,
-            top, total, W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, True, False, D, 2 * R,
-            ENTRY_FORM, N, STAGES,
+            ring, keys, first_key, last_key, last_key, window, entries_from, newest, start, own,
+            kept, entries_place, chosen, queries, scale, acc, top, total, W, UNITS, ENTRY_UNITS,
+            PER_BLOCK, CHOICE, HAS_ENTRIES, True, D, 2 * R, WINDOW_FORM, N, STAGES,
         )  # fmt: skip
+    else:
+        # Asked first: a loop that does not run costs what it takes to begin one.
+        middle = tl.minimum(last_key, entries_from)
+        if first_key < middle:
+            acc, top, total = walk_device(
+                ring, keys, first_key, middle, tl.minimum(last_key, window), window, entries_from,
+                newest, start, own, kept, entries_place, chosen, queries, scale, acc, top, total,
+                W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, False, True, D, 2 * R, WINDOW_FORM, N,
+                STAGES,
+            )  # fmt: skip
+        middle = tl.maximum(first_key, entries_from)
+        if middle < last_key:
+            acc, top, total = walk_device(
+                ring, keys, middle, last_key, last_key, window, entries_from, newest, start, own,
+                kept, entries_place, chosen, queries, scale, acc, top, total, W, UNITS,
+                ENTRY_UNITS, PER_BLOCK, CHOICE, True, False, D, 2 * R, ENTRY_FORM, N, STAGES,
+            )  # fmt: skip
 
     begin_next(OVERLAP)
     sum_of_weights = tl.sum(total, axis=1)
