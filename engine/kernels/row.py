@@ -58,11 +58,24 @@ def _clear(parts, experts, T, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.
             tl.store(parts + program * D + column, tl.zeros((BLOCK,), tl.float32), mask=column < D)
 
 
+@triton.jit
+def _pair(x, gate, up, hidden, order, weights, place, n, k, limit, CHOICES: tl.constexpr,
+          INNER: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Hidden values n of the pair at a place."""
+    pair = tl.load(order + place)
+    weight = tl.load(weights + pair)
+    value = tl.load(x + pair // CHOICES * D + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
+    g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
+    u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
+    made = g / (1.0 + tl.exp(-g)) * u * weight
+    tl.store(hidden + place * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _first_kernel(
     x, data, data_apart, hidden, parts, experts, tiles, order, weights, T, limit,
     CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BN: tl.constexpr, CLEARS: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, T_IS_ONE: tl.constexpr, CLEARS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (BN hidden values, tile of a few pairs)."""
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -79,14 +92,11 @@ def _first_kernel(
     inside = (n < INNER)[:, None] & (k < D)[None, :]
     gate = tl.load(at + n[:, None] * D + k[None, :], mask=inside, other=0.0)
     up = tl.load(at + (n + INNER)[:, None] * D + k[None, :], mask=inside, other=0.0)
-    for place in range(first, first + count):
-        pair = tl.load(order + place)
-        weight = tl.load(weights + pair)
-        value = tl.load(x + pair // CHOICES * D + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
-        g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
-        u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
-        made = g / (1.0 + tl.exp(-g)) * u * weight
-        tl.store(hidden + place * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
+    if T_IS_ONE:  # registers need not outlive a loop
+        _pair(x, gate, up, hidden, order, weights, first, n, k, limit, CHOICES, INNER, D)
+    else:
+        for place in range(first, first + count):
+            _pair(x, gate, up, hidden, order, weights, place, n, k, limit, CHOICES, INNER, D)
 
 
 @triton.jit
@@ -261,7 +271,7 @@ def experts_rows(
     _first_kernel[(blocks, tiles)](
         x.contiguous(), w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
         routing.order, routing.weights, count, limit, CHOICES=choices, INNER=inner, D=d,
-        WIDTH=columns, BN=rows, CLEARS=not summed, num_warps=_WARPS, **overlapping(x.device),
+        WIDTH=columns, BN=rows, T_IS_ONE=count == 1, CLEARS=not summed, num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     data, apart = w2.data, w2.data.stride(0)
     if summed:
