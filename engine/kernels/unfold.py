@@ -18,8 +18,8 @@ from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import tl, triton
 from engine.plan.records import ALIGNMENT, Form
 
-#: Passes of so many rows are worth it.
-LEAST_ROWS = 512
+#: Passes of more rows are worth it: shorter ones are bound by their launches, of which this is five.
+MOST_ROWS_PACKED = 2048
 #: Most entries that are unpacked: 128 MiB at the models' width.
 MOST_ENTRIES = 1 << 17
 
@@ -37,7 +37,7 @@ class Keys:
 
 def is_worth_it(rows: Rows, entries: Tensor | None) -> bool:
     """Whether a pass over records should unpack them first; from host numbers alone."""
-    if rows.num_rows < LEAST_ROWS:
+    if rows.num_rows <= MOST_ROWS_PACKED:
         return False
     return entries is None or _blocks(rows) * entries.shape[1] <= MOST_ENTRIES
 

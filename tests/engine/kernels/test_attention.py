@@ -280,7 +280,7 @@ def test_choices_may_be_shorter_than_what_is_visible(forms):
 @pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
 def test_long_passes_unpack_keys_first(forms, kind, monkeypatch):
     """A pass of many rows attends other keys, or other rows of theirs, than it was given."""
-    monkeypatch.setattr(unfold, "LEAST_ROWS", 1)
+    monkeypatch.setattr(unfold, "MOST_ROWS_PACKED", 0)
     c = case(PREFILL, kind=kind, heads=2, forms=forms, dtype=torch.bfloat16)
     # Two sequences begin with one block, of which the shorter sees a part.
     tables = c.rows.tables.clone()
@@ -298,13 +298,13 @@ def test_too_many_entries_are_not_unpacked_first(monkeypatch):
     """Memory for plain keys grows with the pool, or short passes take it."""
     c = case(PREFILL, kind="all", heads=2, forms=PACKED[0])
     entries = c.args[3]
-    monkeypatch.setattr(unfold, "LEAST_ROWS", c.rows.num_rows)
+    monkeypatch.setattr(unfold, "MOST_ROWS_PACKED", c.rows.num_rows - 1)
     monkeypatch.setattr(unfold, "MOST_ENTRIES", 5 * 3 * 4)  # 5 sequences of 3 blocks of 4
     assert unfold.is_worth_it(c.rows, entries)
     assert not unfold.is_worth_it(
         replace(c.rows, max_end=49, tables=c.rows.tables.repeat(1, 2)), entries
     )
-    monkeypatch.setattr(unfold, "LEAST_ROWS", c.rows.num_rows + 1)
+    monkeypatch.setattr(unfold, "MOST_ROWS_PACKED", c.rows.num_rows)
     assert not unfold.is_worth_it(c.rows, entries)
 
 
