@@ -52,7 +52,7 @@ def accept_torch(
         counts int32 [B].
     """
     size = drafted.shape[1]
-    stopped = (drawn[:, :, None] == control[:, None, 2:]).any(-1)
+    stopped = (drawn[:, :, None] == control[:, None, 2:]).any(-1) & usable
     agrees = (drafted == drawn[:, :-1]) & usable[:, :-1] & ~stopped[:, :-1]
     accepted = agrees.int().cumprod(1).sum(1)
     next_counts = usable.gather(1, accepted[:, None])[:, 0]
@@ -109,6 +109,7 @@ def _accept(
     for number in range(STOPS):
         stop = tl.load(control + row * (STOPS + 2) + 2 + number, mask=real, other=-5)
         stopped = stopped | (token == stop[:, None])
+    stopped = stopped & good
     agrees = (guess == token) & good & (stopped == 0)
     # Places before the first disagreement; the last place has no guess and disagrees.
     accepted = tl.sum((tl.cumsum((~agrees).to(tl.int32), 1) == 0).to(tl.int32), 1)

@@ -197,5 +197,5 @@ def test_a_rehearsal_calls_what_a_step_calls(
         found.append(list(called))
         called.clear()
     assert found[0] == found[1]
-    assert ("accept", found[0][-1][1]) in found[0]
+    assert {"accept", "sample", "attend", "store_window"} <= {name for name, _ in found[0]}
     assert len(found[0]) > 50
