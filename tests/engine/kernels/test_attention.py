@@ -407,6 +407,16 @@ def test_real_widths_prefill(kind, forms):
     same_at_real_widths(sequences, kind, forms, head_norm=True, floors=[0, 700, 1450])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", PACKED, ids=["v4", "v41"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_widths_of_long_passes(kind, forms, monkeypatch):
+    """At real widths a pass that unpacks its keys first differs from torch."""
+    monkeypatch.setattr(unfold, "MOST_ROWS_PACKED", 0)
+    sequences = [Sequence(1, 0, 300), Sequence(2, 777, 200), Sequence(3, 1500, 1)]
+    same_at_real_widths(sequences, kind, forms, head_norm=True)
+
+
 def same_at_real_widths(
     sequences: list[Sequence],
     kind: str,
