@@ -26,21 +26,22 @@ _MOST_PAIRS = 4096
 
 
 @triton.jit
-def _turned(at, mask, norm, turn, eps, D: tl.constexpr, DTYPE: tl.constexpr):
-    """Norm and turn heads [N, D] that begin at `at` [N, 1]: float32 values of DTYPE.
+def _with_other(at, mask, D: tl.constexpr):
+    """Columns of what begins at `at`, and beside each the one that it turns with: c +- D / 2."""
+    column = tl.arange(0, D)[None, :]
+    x = tl.load(at + column, mask=mask, other=0.0)
+    return x.to(tl.float32), tl.load(at + (column + D // 2) % D, mask=mask, other=0.0).to(
+        tl.float32
+    )
 
-    Column c turns with column c +- D / 2, which is loaded beside it.
-    """
-    column = tl.arange(0, D)
-    other = (column + D // 2) % D
-    x = tl.load(at + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(at + other[None, :], mask=mask, other=0.0).to(tl.float32)
+
+@triton.jit
+def _turned(x, y, norm, other_norm, cos, sin, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Norm and turn heads [N, D], with their other columns y: float32 values of DTYPE."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    x = cast(x * scale * tl.load(norm + column)[None, :], DTYPE).to(tl.float32)
-    y = cast(y * scale * tl.load(norm + other)[None, :], DTYPE).to(tl.float32)
-    cos = tl.load(turn + column % (D // 2))[None, :]
-    sin = tl.load(turn + D // 2 + column % (D // 2))[None, :]
-    return x * cos + tl.where(column < D // 2, -y, y) * sin
+    x = cast(x * scale * norm, DTYPE).to(tl.float32)
+    y = cast(y * scale * other_norm, DTYPE).to(tl.float32)
+    return x * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -y, y) * sin
 
 
 @triton.jit
@@ -100,6 +101,13 @@ def _decode_kernel(
         size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
         fetch(keys + ahead, D * size, D * size // 128)
         fetch(values + ahead, D * size, D * size // 128)
+    # What no kernel writes is loaded before the wait, what is waited for all at once behind it.
+    zero = tl.zeros((1, 1), tl.int32)
+    norm, other_norm = _with_other(q_norm + zero, zero == 0, D)
+    key_norm, other_key_norm = _with_other(k_norm + zero, zero == 0, D)
+    turn = rope + position.to(tl.int64) * D
+    cos = tl.load(turn + column % (D // 2))[None, :]
+    sin = tl.load(turn + D // 2 + column % (D // 2))[None, :]
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     if split >= live:
@@ -107,20 +115,19 @@ def _decode_kernel(
     dtype: tl.constexpr = qkv.dtype.element_ty
     stored: tl.constexpr = keys.dtype.element_ty
     own = qkv + row.to(tl.int64) * stride
-    turn = rope + position.to(tl.int64) * D
     mask = (member < GROUP)[:, None]
-    q = _turned(own + (head * GROUP + member)[:, None] * D, mask, q_norm, turn, eps, D, dtype)
-    q = cast(q, dtype)
+    x, y = _with_other(own + (head * GROUP + member)[:, None] * D, mask, D)
+    is_first = (zero + split) == 0
+    key, other_key = _with_other(own + (KEY_HEADS * GROUP + head) * D + zero, is_first, D)
+    v_at = own + (KEY_HEADS * (GROUP + 1) + head) * D + column
+    new_value = tl.load(v_at, mask=(column * 0 + split) == 0, other=0.0).to(tl.float32)
+    q = cast(_turned(x, y, norm, other_norm, cos, sin, eps, D, dtype), dtype)
     top = tl.full((PADDED,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     acc = tl.zeros((PADDED, D), tl.float32)
     if split == 0:
-        zero = tl.zeros((1, 1), tl.int32)
-        k = _turned(own + (KEY_HEADS * GROUP + head) * D + zero, zero == 0, k_norm, turn, eps, D,
-                    dtype)  # fmt: skip
-        k = cast(k, stored)
-        v = tl.load(own + (KEY_HEADS * (GROUP + 1) + head) * D + column).to(tl.float32)
-        v = cast(v, stored)
+        k = _turned(key, other_key, key_norm, other_key_norm, cos, sin, eps, D, dtype)
+        k, v = cast(k, stored), cast(new_value, stored)
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         place = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
         tl.store(keys + place + column[None, :], k)
