@@ -175,8 +175,8 @@ class EngineConfig:
     speculation: Literal["off", "auto", "dspark", "mtp"] = _option(
         "off",
         "whether tokens are drafted and verified several at a time, to the same tokens: by the"
-        " checkpoint's DSpark or MTP stages, by those it has (auto), or not at all (off). Steps are"
-        " not launched ahead meanwhile",
+        " checkpoint's DSpark or MTP stages, by those it has (auto), or not at all (off). Up to 64 rows"
+        " of verifications in a step; beyond that steps are plain",
         choices=("off", "auto", "dspark", "mtp"),
         resolvable=True,
     )

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.mhc import HcIn
@@ -109,8 +108,7 @@ class Spread:
 
 def embed_streams(model: FastModel, ids: Tensor) -> Tensor:
     """Streams [T, S, d] of tokens int64 [T], all alike."""
-    embedded = F.embedding(ids, model.weights.embed).to(model.dtype)
-    return embedded[:, None].expand(-1, model.config.hc_mult, -1).contiguous()
+    return model.ops.embed(ids, model.weights.embed, model.config.hc_mult, model.dtype)
 
 
 def window_keys(

@@ -363,7 +363,7 @@ def pack_dspark(
         ),
         norm=get(last + "norm.weight"),
         hc_head=head,
-        markov_embed=get(f"{last}markov_head.{names[0]}"),
+        markov_embed=get(f"{last}markov_head.{names[0]}").to(plain),
         markov_head=source.matrix(f"{last}markov_head.{names[1]}"),
     )
 
