@@ -59,7 +59,7 @@ def norm_route_torch(
 
 
 @triton.jit
-def _choose(logits, experts, weights, seq, slots, row, apart, E: tl.constexpr, EP: tl.constexpr,
+def _choose(logits, experts, weights, slot, row, apart, E: tl.constexpr, EP: tl.constexpr,
             K: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Store a row's choice; its logits are the sum of SPLITS parts that lie `apart`."""
     i = tl.arange(0, EP)
@@ -73,7 +73,7 @@ def _choose(logits, experts, weights, seq, slots, row, apart, E: tl.constexpr, E
     place = tl.sum(before.to(tl.int32), 0)
     chosen = place < K
     share = tl.where(chosen, tl.exp(value - tl.max(value, 0)), 0.0)
-    live = tl.load(slots + tl.load(seq + row)) != 0
+    live = slot != 0
     tl.store(experts + row * K + place, tl.where(live, i, -1), mask=chosen)
     weight = tl.where(live, share / tl.sum(share, 0), 0.0)
     tl.store(weights + row * K + place, weight, mask=chosen)
@@ -94,6 +94,8 @@ def _norm_route_kernel(
     inside = (expert < E)[:, None] & real[None, :]
     held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
     scales = tl.load(norm + column, mask=real, other=0.0)
+    line = tl.arange(0, ROWS)
+    slot_of = tl.load(slots + tl.load(seq + line, mask=line < T, other=0), mask=line < T, other=0)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     value = tl.load(h + row * D + column, mask=real, other=0.0).to(tl.float32)
@@ -112,10 +114,12 @@ def _norm_route_kernel(
     tl.store(logits + row * E + expert, found, mask=expert < E)
     if _is_last(counter, tl.num_programs(0) * tl.num_programs(1)):
         for one in range(T):
-            _choose(logits, experts, weights, seq, slots, one, 0, E, EP, K, 1)
+            slot = tl.sum(tl.where(line == one, slot_of, 0), 0)
+            _choose(logits, experts, weights, slot, one, 0, E, EP, K, 1)
         tl.debug_barrier()
-        line, place = tl.arange(0, ROWS)[:, None], tl.arange(0, KP)[None, :]
-        chosen = tl.load(experts + line * K + place, mask=(line < T) & (place < K), other=-1,
+        place = tl.arange(0, KP)[None, :]
+        chosen = tl.load(experts + line[:, None] * K + place,
+                         mask=(line < T)[:, None] & (place < K), other=-1,
                          cache_modifier=".cg")  # fmt: skip
         _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
 
@@ -138,10 +142,11 @@ def _choose_kernel(
     PAIRS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program of one row; the last one groups the pairs."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + tl.load(seq + row))
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    row = tl.program_id(0)
-    _choose(logits, experts, weights, seq, slots, row, T * E, E, EP, K, SPLITS)
+    _choose(logits, experts, weights, slot, row, T * E, E, EP, K, SPLITS)
     if _is_last(counter, tl.num_programs(0)):
         _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
