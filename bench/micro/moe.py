@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.micro.timing import BANDWIDTH, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
 from engine.kernels.moe import moe_torch, moe_triton
-from engine.kernels.moe_decode import LAYOUT, Layout, stream_experts
+from engine.kernels.moe_decode import Layout, layout_of, stream_experts
 from engine.kernels.router import Routing, group_torch, route_triton
 from engine.kernels.rows import Rows
 
@@ -25,8 +25,8 @@ TOPK = 6
 LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
-#: Layouts beside the one in use.
-OTHERS = [Layout(4, 20, 96)]
+#: Layouts to compare.
+OTHERS = [Layout(1, 4), Layout(2, 2), Layout(4, 1)]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -140,16 +140,16 @@ def main() -> None:
     check()
     layer = Layer("v4-flash")
     for rows in (1, 64):
-        decode(layer, "v4-flash", rows, [LAYOUT, *OTHERS])
+        decode(layer, "v4-flash", rows, OTHERS)
     for rows in (1, 64, 8192):
         routes(rows)
     if not quick:
         for rows in (4, 16):
-            decode(layer, "v4-flash", rows, [LAYOUT])
+            decode(layer, "v4-flash", rows, [layout_of(rows)])
         del layer
         layer = Layer("v41")
         for rows in (1, 64):
-            decode(layer, "v41", rows, [LAYOUT])
+            decode(layer, "v41", rows, [layout_of(rows)])
 
 
 if __name__ == "__main__":

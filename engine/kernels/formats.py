@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from engine.kernels.fp4 import natural_order
+from engine.kernels.fp4 import natural_codes, natural_scales
 
 Kind = Literal[
     "plain",
@@ -50,7 +50,7 @@ class Matrix:
             [..., N, K]; fp4: uint8 [..., N, K / 2] in the order of engine.kernels.fp4; nvfp4,
             int4_*: uint8 [..., N, K / 2], the low nibble holding the even column.
         scale: None for plain. uint8 exponents with bias 127: fp8 [..., ceil(N / block),
-            ceil(K / block)], fp4 [..., N, K / 32]. Float: fp8_block as fp8, *_channel
+            ceil(K / block)], fp4 [..., N, K / 32] in the order of engine.kernels.fp4. Float: fp8_block as fp8, *_channel
             [..., N, 1], nvfp4 float8_e4m3fn [..., N, K / 16], int4_* [..., N, K / block].
         block: side of an FP8 block; columns of a group for fp4, nvfp4 and int4_*; else 0.
         extra: further tensors, by name. nvfp4: global_scale float32 [..., N, 1]. int4_awq: zeros
@@ -166,7 +166,9 @@ _VALUES: dict[Kind, Callable[[Matrix], Tensor]] = {
     "fp8_block": lambda m: _by_block(m, _float(m.scale)),
     "fp8_channel": _by_channel,
     "int8_channel": _by_channel,
-    "fp4": lambda m: _e2m1(natural_order(m.data), powers(cast("Tensor", m.scale)), FP4_GROUP),
+    "fp4": lambda m: _e2m1(
+        natural_codes(m.data), powers(natural_scales(cast("Tensor", m.scale))), FP4_GROUP
+    ),
     "nvfp4": lambda m: _e2m1(m.data, _float(m.scale) * dict(m.extra)["global_scale"], NVFP4_GROUP),
     "int4_awq": lambda m: _int4(m, dict(m.extra)["zeros"]),
     "int4_gptq": lambda m: _int4(m, INT4_MIDDLE),

@@ -13,6 +13,12 @@ bits are 8 ... 6: with PAIR = 0x81C081C0 the pairs of columns (0, 1), (2, 3), (4
     (w << 2) & PAIR
     (w rotated right by 4) & PAIR
     (w & 0x81808180) | ((w >> 8) & 0x00400040)
+
+*Stripes.* A warp multiplies eight rows at a time and fetches 16 bytes of codes a thread. So that
+this is 512 bytes in one run, eight rows make a stripe, in which the 16 bytes (32 columns) of row 0
+come first, then those of row 1 and so on, then the next 32 columns of all eight. Of scale bytes
+four (128 columns) of each row follow each other likewise. Matrices with a rest of rows or columns
+(N not a multiple of 8, K not of 128) have no stripes.
 """
 
 from __future__ import annotations
@@ -22,6 +28,9 @@ from torch import Tensor
 
 from engine.kernels.triton_compat import tl, triton
 
+#: Rows of a stripe, columns of a run of scales.
+STRIPE = 8
+CHUNK = 128
 #: What `pair_values` leaves out.
 PAIR_SCALE = tl.constexpr(2.0**126)
 
@@ -53,13 +62,45 @@ def _shifted(words: Tensor, moves: dict[int, int]) -> Tensor:
     return torch.where(result >= 1 << 31, result - (1 << 32), result).to(torch.int32)
 
 
-def stored_order(codes: Tensor) -> Tensor:
+def has_stripes(rows: int, columns: int) -> bool:
+    """Whether a matrix [rows, columns] is stored in stripes."""
+    return rows % STRIPE == 0 and columns % CHUNK == 0
+
+
+def _striped(t: Tensor, run: int) -> Tensor:
+    """Bring runs of bytes of eight rows together: [..., N, B]."""
+    *lead, n, b = t.shape
+    apart = t.reshape(*lead, n // STRIPE, STRIPE, b // run, run)
+    return apart.transpose(-2, -3).reshape(t.shape)
+
+
+def _rows_again(t: Tensor, run: int) -> Tensor:
+    """Undo `_striped`."""
+    *lead, n, b = t.shape
+    apart = t.reshape(*lead, n // STRIPE, b // run, STRIPE, run)
+    return apart.transpose(-2, -3).reshape(t.shape)
+
+
+def stored_codes(codes: Tensor) -> Tensor:
     """Put codes as a checkpoint has them, uint8 [..., N, K / 2], into the order of the kernels."""
-    return _shifted(codes.contiguous().view(torch.int32), _MOVES).view(torch.uint8)
+    words = _shifted(codes.contiguous().view(torch.int32), _MOVES).view(torch.uint8)
+    return _striped(words, 16) if has_stripes(words.shape[-2], words.shape[-1] * 2) else words
 
 
-def natural_order(data: Tensor) -> Tensor:
-    """Undo `stored_order`."""
+def stored_scales(scale: Tensor) -> Tensor:
+    """Do so with scale bytes, uint8 [..., N, K / 32]."""
+    return _striped(scale, 4) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
+
+
+def natural_scales(scale: Tensor) -> Tensor:
+    """Undo `stored_scales`."""
+    return _rows_again(scale, 4) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
+
+
+def natural_codes(data: Tensor) -> Tensor:
+    """Undo `stored_codes`."""
+    if has_stripes(data.shape[-2], data.shape[-1] * 2):
+        data = _rows_again(data, 16)
     back = {
         -shift: mask << shift if shift >= 0 else mask >> -shift for shift, mask in _MOVES.items()
     }
@@ -82,3 +123,25 @@ def pair_values(codes):
     even = (pairs << 16).to(tl.float32, bitcast=True)
     odd = (pairs & -65536).to(tl.float32, bitcast=True)
     return even, odd
+
+
+@triton.jit
+def codes_of_row(row, K, STRIPES: tl.constexpr):
+    """Where a row's first byte of codes lies in its matrix of K columns."""
+    return row // 8 * (4 * K) + row % 8 * 16 if STRIPES else row * (K // 2)
+
+
+@triton.jit
+def code_in_row(byte, STRIPES: tl.constexpr):
+    """How far a byte of codes lies behind the row's first."""
+    return byte // 16 * 128 + byte % 16 if STRIPES else byte
+
+
+@triton.jit
+def scale_place(row, group, K, STRIPES: tl.constexpr):
+    """Where the scale byte of a row's columns 32 group ... lies in its matrix of K columns."""
+    if STRIPES:
+        place = row // 8 * (K // 4) + group // 4 * 32 + row % 8 * 4 + group % 4
+    else:
+        place = row * (K // 32) + group
+    return place

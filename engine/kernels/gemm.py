@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.formats import FP4_GROUP, Matrix
-from engine.kernels.fp4 import PAIR_SCALE, pair_values
+from engine.kernels.fp4 import (
+    PAIR_SCALE,
+    code_in_row,
+    codes_of_row,
+    has_stripes,
+    pair_values,
+    scale_place,
+)
 from engine.kernels.triton_compat import cast, tl, triton
 
 _ROWS, _COLUMNS = 16, 512
@@ -26,6 +33,7 @@ def _unpack(
     K,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    STRIPES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -38,16 +46,19 @@ def _unpack(
     if PACKED:
         byte = first // 2 + tl.arange(0, COLUMNS // 2)
         stored = (n < N)[:, None] & (byte < K // 2)[None, :]
-        codes = tl.load(data + line * (K // 2) + byte[None, :], mask=stored, other=0)
+        places = codes_of_row(line, K, STRIPES) + code_in_row(byte, STRIPES)[None, :]
+        codes = tl.load(data + places, mask=stored, other=0)
         even, odd = pair_values(codes)
         values = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) * PAIR_SCALE
     else:
         values = tl.load(data + line * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    height: tl.constexpr = 1 if PACKED else BLOCK
     wide = tl.cdiv(K, BLOCK)
     block = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)
-    places = scale + (line // height) * wide + block[None, :]
-    byte_of = tl.load(places, mask=(n < N)[:, None] & (block < wide)[None, :], other=127)
+    if PACKED:
+        places = scale_place(line, block[None, :], K, STRIPES)
+    else:
+        places = line // BLOCK * wide + block[None, :]
+    byte_of = tl.load(scale + places, mask=(n < N)[:, None] & (block < wide)[None, :], other=127)
     power = tl.maximum(byte_of.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
     values = tl.reshape(values, (ROWS, COLUMNS // BLOCK, BLOCK)) * power[:, :, None]
     values = cast(tl.reshape(values, (ROWS, COLUMNS)), out.dtype.element_ty)
@@ -74,6 +85,7 @@ def unpack(m: Matrix, dtype: torch.dtype) -> Tensor:
         k,
         BLOCK=FP4_GROUP if packed else m.block,
         PACKED=packed,
+        STRIPES=packed and has_stripes(n, k),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
     )

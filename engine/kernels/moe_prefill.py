@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
-from engine.kernels.fp4 import PAIR_SCALE, pair_values
+from engine.kernels.fp4 import PAIR_SCALE, code_in_row, codes_of_row, pair_values, scale_place
 from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import SHORT_TILE, Routing, parts_dtype, tile_pairs
@@ -121,13 +121,17 @@ def _scales(scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.constexp
     groups: tl.constexpr = (K + BLOCK - 1) // BLOCK
     column = tl.arange(0, BK // grain)[None, :]
     first = step * BK // BLOCK
+    STRIPES: tl.constexpr = KIND == "fp4" and N % 8 == 0 and K % 128 == 0
     if EVEN:
         # As words: narrower loads would not come through the pipeline, but be waited for.
-        at = rows // tall * groups + first
+        at = scale_place(rows, first, K, STRIPES) if STRIPES else rows // tall * groups + first
         word = tl.load(scale.to(tl.pointer_type(tl.int32)) + (at >> 2))
         values = (word[:, None] >> (((at & 3)[:, None] + column) << 3)) & 0xFF
     else:
-        at = rows[:, None] // tall * groups + first + column
+        if STRIPES:
+            at = scale_place(rows[:, None], first + column, K, STRIPES)
+        else:
+            at = rows[:, None] // tall * groups + first + column
         mask = (rows < N)[:, None] & (first + column < groups)
         values = tl.load(scale + at, mask=mask, other=127).to(tl.int32)
     return values
@@ -141,7 +145,11 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
     per: tl.constexpr = 2 if KIND == "fp4" else 1  # columns of a stored element
     stored: tl.constexpr = BK // per
     column = step * stored + tl.arange(0, stored)  # no division: its alignment must be seen
-    at = data + rows[:, None] * (K // per) + column[None, :]
+    if KIND == "fp4" and N % 8 == 0 and K % 128 == 0:
+        within = step * (BK * 4) + code_in_row(tl.arange(0, stored), True)
+        at = data + codes_of_row(rows, K, True)[:, None] + within[None, :]
+    else:
+        at = data + rows[:, None] * (K // per) + column[None, :]
     valid = (rows < N)[:, None]
     codes = tl.load(at) if EVEN else tl.load(at, mask=valid & (column < K // per)[None, :], other=0)
     if KIND == "plain":
@@ -165,8 +173,8 @@ def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl
     x_rows = x + source[None, :].to(tl.int64) * K
     for step in range((K + BK - 1) // BK):
         if WOVEN:
-            byte = step * (BK // 2) + tl.arange(0, BK // 2)
-            codes = tl.load(data + rows[:, None] * (K // 2) + byte[None, :])
+            within = step * (BK * 4) + code_in_row(tl.arange(0, BK // 2), True)
+            codes = tl.load(data + codes_of_row(rows, K, True)[:, None] + within[None, :])
             scales = _scales(scale, rows, step, N, K, BK, KIND, BLOCK, EVEN)
             if HALVES:
                 # The second half is unpacked while the first one is multiplied.

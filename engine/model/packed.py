@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.config import Layer, ModelConfig
 from engine.kernels.formats import Matrix, dequantise, on_bytes
-from engine.kernels.fp4 import stored_order
+from engine.kernels.fp4 import stored_codes, stored_scales
 from engine.model.checkpoint import Checkpoint
 from engine.model.engram import EngramTable
 from engine.model.experts import Experts, PagedExperts, ResidentExperts
@@ -209,8 +209,8 @@ class CheckpointSource:
         raw = self._checkpoint.raw(weight)
         if raw.dtype == torch.int8:
             scale = self._scale(weight)
-            codes = stored_order(raw.view(torch.uint8).to(self._device))
-            return Matrix("fp4", codes, scale, FP4_GROUP)
+            codes = stored_codes(raw.view(torch.uint8).to(self._device))
+            return Matrix("fp4", codes, stored_scales(scale), FP4_GROUP)
         if raw.dtype == torch.float8_e4m3fn:
             block = self._checkpoint.config.weight_block_size
             assert block is not None

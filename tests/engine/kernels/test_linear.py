@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels import gemm, gemv, linear, reference
 from engine.kernels.formats import Matrix, dequantise
-from engine.kernels.fp4 import stored_order
+from engine.kernels.fp4 import stored_codes, stored_scales
 from engine.kernels.roundtrip import round_trip_fp8
 from engine.model import quant
 
@@ -45,8 +45,8 @@ def matrix(kind: str, n: int, k: int, seed: int = 1) -> Matrix:
         return Matrix("plain", values.to(device=DEVICE, dtype=getattr(torch, kind)))
     if kind == "fp4":
         packed, scale = quant.quantise_fp4(values, 32)
-        codes = stored_order(packed.view(torch.uint8)).to(DEVICE)
-        return Matrix("fp4", codes, scale.view(torch.uint8).to(DEVICE), 32)
+        codes = stored_codes(packed.view(torch.uint8)).to(DEVICE)
+        return Matrix("fp4", codes, stored_scales(scale.view(torch.uint8)).to(DEVICE), 32)
     block = int(kind.split()[1])
     packed, scale = quant.quantise_fp8(values, block)
     return Matrix("fp8", packed.to(DEVICE), scale.view(torch.uint8).to(DEVICE), block)

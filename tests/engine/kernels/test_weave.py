@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.fp4 import code_in_row, codes_of_row, scale_place
 from engine.kernels.triton_compat import tl, triton
 from engine.kernels.weave import (
     CHUNK,
@@ -22,8 +23,10 @@ from tests.engine.kernels.passes import DEVICE
 def _weights_kernel(codes, scales, out, M: tl.constexpr, WARPS: tl.constexpr,
                     HALVES: tl.constexpr):  # fmt: skip
     row = woven_rows(M, WARPS)
-    code = tl.load(codes + row[:, None] * 64 + tl.arange(0, 64)[None, :])
-    scale = tl.load(scales + row[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int32)
+    byte = code_in_row(tl.arange(0, 64), True)[None, :]
+    code = tl.load(codes + codes_of_row(row, 128, True)[:, None] + byte)
+    group = tl.arange(0, 4)[None, :]
+    scale = tl.load(scales + scale_place(row[:, None], group, 128, True)).to(tl.int32)
     at = out + tl.arange(0, M)[:, None] * 128
     if HALVES:
         first, last = woven_halves(code)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.kernels.formats import Matrix
-from engine.kernels.fp4 import stored_order
+from engine.kernels.fp4 import stored_codes, stored_scales
 from engine.kernels.ops import Ops, ops
 from engine.kernels.router import Routing
 from engine.model import hostmem
@@ -31,7 +31,9 @@ def matrix(kind: str, rows: int, columns: int, generator: torch.Generator) -> Ma
         data, scale = quantise_fp8(values, 32)
         return Matrix("fp8", data, scale.view(torch.uint8), 32)
     data, scale = quantise_fp4(values, 32)
-    return Matrix("fp4", stored_order(data.view(torch.uint8)), scale.view(torch.uint8), 32)
+    return Matrix(
+        "fp4", stored_codes(data.view(torch.uint8)), stored_scales(scale.view(torch.uint8)), 32
+    )
 
 
 def weights(kind: str) -> list[tuple[Matrix, Matrix]]:
