@@ -284,8 +284,8 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
 def _round_kernel(x, tiles, num_tiles, pairs, WIDTH: tl.constexpr, W: tl.constexpr,
                   GROUP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Round rows of hidden in place; places of pairs that reach no expert hold nothing."""
+    begin_next(OVERLAP)  # W2 may ask for weights: routing was there before W13 began
     await_previous(OVERLAP)
-    begin_next(OVERLAP)
     row = tl.program_id(0)
     last = tl.maximum(tl.load(num_tiles) - 1, 0) * 3
     used = tl.load(tiles + last + 1) + tl.load(tiles + last + 2)
