@@ -241,6 +241,9 @@ def linear_triton(
     x: Tensor, w: Matrix, *, act_group: int | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`linear_torch` in kernels."""
+    narrow = out_dtype in (None, x.dtype)  # a result in float32 wants sums of that precision
+    if act_group is not None and narrow and codes.take(x, (w,), act_group):
+        return codes.run(_encoded(x, None, 0.0, act_group), (w,), x.dtype)[0]
     if act_group is not None:
         x = _prepared(x, None, 0.0, act_group)
     return linears_triton((x,), (w,), out_dtypes=(out_dtype,))[0]
