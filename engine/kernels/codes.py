@@ -3,11 +3,13 @@
 What enters an FP8 linear is rounded to FP8 in groups as wide as the weight's blocks (model.md 2.1),
 so both operands exist as codes. Products of codes of a block are summed by the tensor cores and
 scaled, in float32, by the power of the row's group and that of the weight's block. Beside
-engine.kernels.gemv, which makes bfloat16 of every weight, this has a third of the instructions.
+engine.kernels.gemv, which makes bfloat16 of every weight, this has a third of the instructions: 42 MB
+of queries take 18 us at 64 rows on an H200, and took 32.
 
 Hopper's tensor cores align the FP8 products of one instruction to the largest and cut off what lies
-some 13 bits below, so a sum's error is about 2**-13 of its largest product: less than what rounding
-the result to bfloat16 costs (2**-9), and never carried beyond a block.
+some 13 bits below, and no error is carried beyond a block. Against exact sums, up to 2**-10.8 of the
+largest result was measured: less than what rounding results to bfloat16 costs (2**-9), which is why
+results in float32 are summands only.
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Most rows, and as many as `Codes.powers` has room for.
 MAX_ROWS = 64
-#: Least rows for which it is the faster one.
-LEAST_ROWS = 1
 #: Up to so many rows there is room for the programs of two kernels.
 OVERLAP_ROWS = 32
 
@@ -226,7 +226,7 @@ def take(x: Tensor, ws: Sequence[Matrix], group: int) -> bool:
     return (
         (is_hopper(x.device) or INTERPRETED)
         and x.dtype == torch.bfloat16
-        and LEAST_ROWS <= len(x) <= MAX_ROWS
+        and len(x) <= MAX_ROWS
         and len(ws) <= 2
         and all(
             w.kind == "fp8" and w.block == group and w.shape[0] % 128 == 0 and w.shape[1] % 128 == 0
