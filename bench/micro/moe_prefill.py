@@ -26,18 +26,16 @@ from engine.kernels import moe_prefill, router
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_prefill import LONG_FP4, SHORT_FP4, Tiling
 from engine.kernels.router import LONG_TILE, SHORT_TILE, group_torch, group_triton
-from engine.kernels.weave import CHUNK
 
 #: Rows, pairs of a tile and the cut for them; the first of each number of rows is the one in use.
 CUTS: list[tuple[int, int, Tiling]] = [
     (1024, SHORT_TILE, SHORT_FP4),
     (8192, LONG_TILE, LONG_FP4),
-    (8192, 64, Tiling(128, 128, 8, 3, 128, True)),
-    (1024, 32, Tiling(128, 128, 8, 4, 128, True)),
-    (8192, 128, Tiling(128, 128, 8, 3, None, True)),
-    (8192, 64, Tiling(128, 128, 8, 3, 128, False)),
-    (1024, 64, Tiling(128, 128, 8, 3, 128, True)),
-    (1024, 32, Tiling(128, 128, 8, 2, 80, True)),
+    (1024, 32, Tiling(128, 128, 8, 3, 128)),
+    (1024, 32, Tiling(128, 128, 8, 2, 80)),
+    (1024, 64, Tiling(128, 128, 8, 3, 128)),
+    (8192, 64, Tiling(128, 128, 8, 3, 128)),
+    (8192, 128, Tiling(128, 128, 8, 4)),
 ]
 
 
@@ -49,7 +47,7 @@ def error(layer: Layer, rows: int) -> float:
     again = moe_triton(*args, limit=LIMIT, act_group=layer.block)
     if not torch.equal(got, again):
         return float("nan")  # differs from run to run
-    return ((got - want).float().norm() / want.float().norm()).item()
+    return float((got - want).float().norm() / want.float().norm())
 
 
 @contextmanager
@@ -63,15 +61,15 @@ def using(pairs: int, cut: Tiling) -> Iterator[None]:
 
 
 def launches(layer: Layer, rows: int) -> list[partial[None]]:
-    """The launches of the routed experts; the second alone if `hidden` takes no such blocks."""
+    """The two launches of the routed experts."""
     routing, inner = routed(rows, layer.experts), layer.w2.shape[-1]
     hidden = torch.randn(rows * TOPK, inner, device="cuda", dtype=torch.bfloat16)
     parts = torch.empty(rows, TOPK + 1, layer.d, device="cuda", dtype=torch.bfloat16)
     call = partial(moe_prefill._product, routing=routing, limit=LIMIT, act_group=layer.block)
-    second = partial(call, hidden, parts, layer.w2, second=True, weave=False)
-    if moe_prefill.LONG_FP4.block % CHUNK:
-        return [second]
-    return [partial(call, layer.rows(rows), hidden, layer.w13, second=False, weave=True), second]
+    return [
+        partial(call, layer.rows(rows), hidden, layer.w13, second=False, weave=True),
+        partial(call, hidden, parts, layer.w2, second=True, weave=False),
+    ]
 
 
 def cuts(layer: Layer, only: list[int]) -> None:
@@ -81,9 +79,8 @@ def cuts(layer: Layer, only: list[int]) -> None:
         with using(pairs, cut):
             far = error(small, 300)
             times = [replayed_us([call], repeats=3) for call in launches(layer, rows)]
-        share = 2 * rows * TOPK * layer.d * layer.w2.shape[-1]
-        flops = share * (3 if len(times) > 1 else 1)
-        nbytes = layer.w2.nbytes + (layer.w13.nbytes if len(times) > 1 else 0)
+        flops = 6 * rows * TOPK * layer.d * layer.w2.shape[-1]
+        nbytes = layer.w13.nbytes + layer.w2.nbytes
         us = sum(times)
         print(f"{rows} rows {' + '.join(f'{t:.0f}' for t in times)} us {flops / us / 1e6:4.0f} "
               f"TFLOP/s {nbytes / us / BANDWIDTH * 1e8:3.0f}% read, error {far:.1e}: {pairs} "

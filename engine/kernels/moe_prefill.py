@@ -27,7 +27,6 @@ from engine.kernels.weave import (
     CHUNK,
     weave_device,
     weave_triton,
-    woven_halves,
     woven_rows,
     woven_weights,
 )
@@ -166,7 +165,7 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
 @triton.jit
 def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
           BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-          WOVEN: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+          WOVEN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Products of weight rows [M] with rows of x [BN]: float32 [M, BN]."""
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros((rows.shape[0], BN), tl.float32)
@@ -176,23 +175,14 @@ def _sums(data, scale, x, rows, source, N: tl.constexpr, K: tl.constexpr, BN: tl
             within = step * (BK * 4) + code_in_row(tl.arange(0, BK // 2), True)
             codes = tl.load(data + codes_of_row(rows, K, True)[:, None] + within[None, :])
             scales = _scales(scale, rows, step, N, K, BK, KIND, BLOCK, EVEN)
-            if HALVES:
-                # The second half is unpacked while the first one is multiplied.
-                column = step * BK + tl.arange(0, BK // 2)
-                first = tl.load(x_rows + column[:, None])
-                last = tl.load(x_rows + (BK // 2 + column)[:, None])
-                left, right = woven_halves(codes)
-                sums = dot(woven_weights(left, scales, WARPS).to(dtype), first, sums)
-                sums = dot(woven_weights(right, scales, WARPS).to(dtype), last, sums)
-            else:
-                values = tl.load(x_rows + (step * BK + tl.arange(0, BK))[:, None])
-                sums = dot(woven_weights(codes, scales, WARPS).to(dtype), values, sums)
+            values = tl.load(x_rows + (step * BK + tl.arange(0, BK))[:, None])
+            weights = woven_weights(codes, scales, WARPS)
         else:
             column = step * BK + tl.arange(0, BK)
             at = x_rows + column[:, None]
             values = tl.load(at) if EVEN else tl.load(at, mask=(column < K)[:, None], other=0.0)
             weights = _weights(data, scale, rows, step, N, K, BK, KIND, BLOCK, dtype, EVEN)
-            sums = dot(weights.to(dtype), values, sums)
+        sums = dot(weights.to(dtype), values, sums)
     if KIND != "plain" and dtype == tl.bfloat16:
         sums *= 65536.0
     return sums
@@ -203,7 +193,7 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
           CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
           SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
           KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, EVEN: tl.constexpr,
-          WOVEN: tl.constexpr, WEAVE: tl.constexpr, HALVES: tl.constexpr,
+          WOVEN: tl.constexpr, WEAVE: tl.constexpr,
           WARPS: tl.constexpr):  # fmt: skip
     """One tile of up to BN pairs, two blocks of BM weight rows."""
     n = tl.arange(0, BN)
@@ -216,7 +206,7 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
     column = block * (2 * BM if SECOND else BM)
     rows = column + (m if SECOND else m % BM + m // BM * (N // 2))
     sums = _sums(data, scale, x, rows, source, N, K, BN, BK, KIND, BLOCK, EVEN, WOVEN,
-                 HALVES, WARPS)  # fmt: skip
+                 WARPS)  # fmt: skip
     if SECOND:
         value = tl.trans(sums)
     else:
@@ -244,7 +234,7 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
                     WIDTH: tl.constexpr, SECOND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
                     EVEN: tl.constexpr, WOVEN: tl.constexpr, WEAVE: tl.constexpr,
-                    HALVES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+                    WARPS: tl.constexpr):  # fmt: skip
     blocks: tl.constexpr = (N + 2 * BM - 1) // (2 * BM)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -259,15 +249,15 @@ def _grouped_kernel(data, scale, data_apart, scale_apart, x, out, order, tiles, 
         if BN > 64 and count <= BN // 4:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN // 4, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  HALVES, WARPS)  # fmt: skip
+                  WARPS)  # fmt: skip
         elif BN > 32 and count <= BN // 2:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN // 2, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  HALVES, WARPS)  # fmt: skip
+                  WARPS)  # fmt: skip
         else:
             _tile(data, scale, x, out, order, weights, first, count, block, limit, CHOICES, N, K,
                   WIDTH, SECOND, BM, BN, BK, KIND, BLOCK, ROUND, EVEN, WOVEN, WEAVE,
-                  HALVES, WARPS)  # fmt: skip
+                  WARPS)  # fmt: skip
 
 
 # ---------------------------------------------------------------- launches
@@ -283,7 +273,6 @@ class Tiling:
         warps: of a program.
         stages: of the pipeline.
         registers: most of a thread, None for no bound.
-        halves: whether a step of FP4 weights is two products.
     """
 
     block: int
@@ -291,7 +280,6 @@ class Tiling:
     warps: int
     stages: int
     registers: int | None = None
-    halves: bool = False
 
 
 #: FP4 weights and few pairs: bound by the reading of weights, two programs a multiprocessor.
@@ -308,7 +296,7 @@ def _tiling(x: Tensor, act_group: int | None, woven: bool, pairs: int) -> Tiling
     like = SHORT_FP4 if pairs <= SHORT_TILE else LONG_FP4
     if INTERPRETED:
         wide = CHUNK if woven else 32
-        return Tiling(max(wide, least), wide, 4, 1, halves=like.halves)
+        return Tiling(max(wide, least), wide, 4, 1)
     if x.dtype != torch.bfloat16:  # exact products on the plain cores: for tests
         return Tiling(max(32, least), 32, 8, 1)
     return like if woven else OTHER
@@ -372,7 +360,6 @@ def _product(
         EVEN=_is_even(w) and n % (2 * cut.block) == 0,
         WOVEN=woven,
         WEAVE=weave,
-        HALVES=cut.halves,
         WARPS=cut.warps,
         num_warps=cut.warps,
         num_stages=cut.stages,

@@ -81,37 +81,27 @@ def woven_rows(M: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def woven_halves(codes):
-    """Codes uint8 [M, 64] of a chunk as those of its first and of its last 64 places, [M, 32]."""
-    M: tl.constexpr = codes.shape[0]
-    first, last = tl.split(tl.permute(tl.reshape(codes, (M, 4, 2, 8)), (0, 1, 3, 2)))
-    return tl.reshape(first, (M, 32)), tl.reshape(last, (M, 32))
-
-
-@triton.jit
 def woven_weights(codes, scales, WARPS: tl.constexpr):
-    """Values times 2**-16 of a chunk, or half, of M rows, bfloat16 (float32 when interpreted).
+    """Values times 2**-16 of one chunk of M rows, bfloat16 [M, 128] (float32 when interpreted).
 
     Args:
-        codes: uint8 [M, 64], rows in the order of `woven_rows`; or [M, 32] of `woven_halves`.
+        codes: uint8 [M, 64], rows in the order of `woven_rows`.
         scales: int32 [M, 4], scale bytes in the same order.
         WARPS: of the program.
 
     Returns:
-        [M, 128] or [M, 64]: rows in their own order, columns in that of `weave_torch`.
+        Rows in their own order, columns in that of `weave_torch`.
     """
     M: tl.constexpr = codes.shape[0]
-    BYTES: tl.constexpr = codes.shape[1]
-    WORDS: tl.constexpr = BYTES // 16  # of a thread
-    SHAPE: tl.constexpr = (M // (16 * WARPS), 2, WARPS, 8, 4, WORDS, 2, 2, 2)
+    SHAPE: tl.constexpr = (M // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2)
     if _INTERPRETED:
         factor = ((scales + 110) << 23).to(tl.float32, bitcast=True)
         low, high = pair_values(codes)
-        value = tl.reshape(tl.join(low, high), (M, 4, 8 * WORDS)) * factor[:, :, None]
+        value = tl.reshape(tl.join(low, high), (M, 4, 32)) * factor[:, :, None]
         parts = tl.permute(tl.reshape(value, SHAPE), (0, 2, 1, 3, 5, 6, 7, 4, 8))
     else:
         factor = ((scales + 110) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (M, 4, 4 * WORDS)), (M, BYTES))
+        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (M, 4, 16)), (M, 64))
         # In a byte of a result, as bytes are numbered: its lowest bit is the half, the other one
         # the lower bit of i, whose upper bit says which result it is.
         low, high = tl.inline_asm_elementwise(
@@ -119,4 +109,4 @@ def woven_weights(codes, scales, WARPS: tl.constexpr):
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
         parts = tl.permute(tl.reshape(tl.join(low, high), SHAPE), (0, 2, 1, 3, 5, 8, 6, 4, 7))
-    return tl.reshape(parts, (M, 2 * BYTES))
+    return tl.reshape(parts, (M, 128))
