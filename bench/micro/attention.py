@@ -158,10 +158,9 @@ def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     tokens, (keys, nbytes) = rows.num_rows, keys_read(one)
     moved = nbytes + 4 * tokens * HEADS * DIM
     products = keys * HEADS * DIM * 4
-    shipped = tile_for(
-        tokens, HEADS, one.keywords["ratio"] != 0, torch.bfloat16,
-        are_records=one.keywords["window_form"] != "none",
-    )  # fmt: skip
+    forms = one.keywords["window_form"], one.keywords["entry_form"]
+    with_entries = forms[1] if one.keywords["ratio"] else None
+    shipped = tile_for(tokens, HEADS, forms[0], with_entries, torch.bfloat16)
     want = attend_torch(*one.args, **one.keywords)
     for tile in dict.fromkeys([shipped, *tiles]):
         got = attend_triton(*one.args, **one.keywords, tile=tile)

@@ -159,14 +159,7 @@ class Tile:
     rows: int = 0
 
 
-#: By rows of the pass, up to each: fewer programs per row where there are more rows. For records:
-_FEW_ROWS_RECORDS = {
-    2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1),
-    8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
-    32: Tile(heads=64, keys=64, splits=5, warps=8, ahead=1),
-    128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
-}
-#: For plain numbers:
+#: By rows of the pass, up to each: fewer programs per row where there are more rows.
 _FEW_ROWS = {
     2: Tile(heads=16, keys=64, splits=10, warps=8, ahead=1),
     8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=1),
@@ -174,8 +167,19 @@ _FEW_ROWS = {
     32: Tile(heads=64, keys=64, splits=4, warps=8, ahead=1),
     128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
 }
-#: The same where all keys are those of a window: too few to be worth parts that must be combined.
+#: The same for records, of which few heads read few tiles a program: too few to load ahead.
+_FEW_ROWS_RECORDS = {
+    2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=0),
+    8: Tile(heads=16, keys=64, splits=5, warps=8, ahead=0),
+    16: Tile(heads=64, keys=64, splits=5, warps=8, ahead=1),
+    32: Tile(heads=64, keys=64, splits=4, warps=8, ahead=1),
+    128: Tile(heads=64, keys=64, splits=2, warps=8, ahead=1),
+}
+#: The same for records of two forms, which few rows do read ahead.
+_FEW_ROWS_TWO_FORMS = _FEW_ROWS_RECORDS | {2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1)}
+#: Where all keys are those of a window: too few to be worth parts that must be combined.
 _FEW_ROWS_WINDOW = {32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=1)}
+_FEW_ROWS_WINDOW_RECORDS = {32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=0)}
 _MANY_ROWS = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
 #: Without narrow tensor cores.
 _FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
@@ -187,20 +191,23 @@ _LEAST_CHOICE = 512
 
 
 def tile_for(
-    rows: int, heads: int, has_entries: bool, dtype: torch.dtype, *, are_records: bool = False
+    rows: int, heads: int, window_form: Form, entry_form: Form | None, dtype: torch.dtype
 ) -> Tile:
     """Choose the cut, from what is the same for all passes of a size.
 
     Args:
         rows: of the pass.
         heads: of the layer.
-        has_entries: whether rows attend entries besides their window.
+        window_form: of window keys.
+        entry_form: of entries, None where rows attend none.
         dtype: of the queries.
-        are_records: whether keys are records.
     """
-    few = _FEW_ROWS_RECORDS if are_records else _FEW_ROWS
-    if not has_entries:
-        few = _FEW_ROWS_WINDOW
+    if entry_form is None:
+        few = _FEW_ROWS_WINDOW if window_form == "none" else _FEW_ROWS_WINDOW_RECORDS
+    elif window_form == "none":
+        few = _FEW_ROWS
+    else:
+        few = _FEW_ROWS_RECORDS if window_form == entry_form else _FEW_ROWS_TWO_FORMS
     tile = next((tile for most, tile in few.items() if rows <= most), _MANY_ROWS)
     if dtype == torch.float32:
         tile = _FLOAT32
@@ -278,9 +285,9 @@ def attend_triton(
     most = 0
     if entries is not None:
         most = topk if choice is not None else rows.max_end // ratio
+    has_entries = entries is not None
     if tile is None:
-        has_entries = entries is not None
-        tile = tile_for(tokens, heads, has_entries, q.dtype, are_records=record is not None)
+        tile = tile_for(tokens, heads, window_form, entry_form if has_entries else None, q.dtype)
     products = max(tile.rows, tile.heads)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
@@ -328,7 +335,7 @@ def attend_triton(
             ENTRY_FORM=entry_form,
             UNITS=units,
             ENTRY_UNITS=entry_units,
-            HAS_ENTRIES=entries is not None,
+            HAS_ENTRIES=has_entries,
             CHOICE=0 if choice is None else max(1 << (topk - 1).bit_length(), _LEAST_CHOICE),
             HEAD_NORM=head_norm_eps is not None,
             HAS_FLOORS=rows.floors is not None,

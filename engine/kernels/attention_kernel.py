@@ -1,9 +1,10 @@
 """The kernel of attention: some heads of one row over a share of the row's keys.
 
 A row's keys are those of its window that exist, oldest first, then its compressed entries. Before
-it walks them a program of many heads writes down where each lies, so that the walk itself knows no
-difference between a ring, the keys of the pass and a pool of entries: addresses take no instructions
-there. A program of few heads has few keys, and waits less if it works places out as it goes.
+it walks them a program writes down where each lies, so that the walk itself knows no difference
+between a ring, the keys of the pass and a pool of entries: addresses take no instructions there.
+Only where few heads read records, of which a thread reads few rows, does a program work places out
+as it goes, and waits less.
 Places are offsets from the ring, in units of 16 bytes of records or of 8 plain numbers: what the
 compiler needs to know to load 16 bytes at a time. Where window keys and entries are records of two
 forms, entries begin with a tile of their own, and there are two walks.
@@ -183,12 +184,13 @@ def walk_device(
     W: tl.constexpr, UNITS: tl.constexpr, ENTRY_UNITS: tl.constexpr, PER_BLOCK: tl.constexpr,
     CHOICE: tl.constexpr, HAS_ENTRIES: tl.constexpr, ONE_FORM: tl.constexpr, D: tl.constexpr,
     TAIL: tl.constexpr, FORM: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles of keys from `first` up to `last` in; keys from number `end` on do not count.
 
     Args:
         ring: what places count from.
-        keys: pointer to the row's list; for few heads the places are worked out.
+        keys: pointer to the row's list.
         first: number of the first key, of a tile.
         last: end.
         end: of what counts.
@@ -217,25 +219,31 @@ def walk_device(
         FORM: of the keys.
         N: keys of a tile.
         STAGES: of the loop.
+        LISTED: whether there is a list; else places are worked out.
     """
     M: tl.constexpr = queries.shape[0]
     for tile in tl.range(first, last, N, num_stages=STAGES):
         i = tile + tl.arange(0, N)
-        if M < 64:
+        if LISTED:
+            key = record_tile_device(ring, tl.load(keys + i), D, TAIL, FORM, queries.dtype)
+            real, is_whole = i < end, tile + N <= end
+        else:
             place, real = places_device(
                 i, end, window, entries_from, newest, start, own, kept, entries, chosen,
                 W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM,
             )  # fmt: skip
             key = record_tile_device(ring, place, D, TAIL, FORM, queries.dtype)
-            acc, top, total = attend_tile_device(queries, key, real, False, scale, acc, top, total)
-        else:
-            key = record_tile_device(ring, tl.load(keys + i), D, TAIL, FORM, queries.dtype)
-            # Always so. What the compiler finds under a condition it puts behind the loads of the
-            # next tile, which otherwise would begin when this one is done.
-            if tile < last:
-                acc, top, total = attend_tile_device(
-                    queries, key, i < end, tile + N <= end, scale, acc, top, total
-                )
+            is_whole = False
+        if M < 64:  # noqa: SIM114 - decided at compile time, unlike the other
+            acc, top, total = attend_tile_device(
+                queries, key, real, is_whole, scale, acc, top, total
+            )
+        # Always so. What the compiler finds under a condition it puts behind the loads of the
+        # next tile, which otherwise would begin when this one is done.
+        elif tile < last:
+            acc, top, total = attend_tile_device(
+                queries, key, real, is_whole, scale, acc, top, total
+            )
     return acc, top, total
 
 
@@ -253,8 +261,8 @@ def walk_device(
 def attend_kernel(
     q,
     ring,
-    k_rows_place,
-    entries_place,
+    k_rows_place: tl.int64,  # whatever it is now, so that no distance needs a kernel of its own
+    entries_place: tl.int64,
     chosen,
     sink,
     rope,
@@ -336,13 +344,14 @@ def attend_kernel(
         reach = tl.maximum(reach - tl.load(floors + sequence), 0)
     window = tl.minimum(reach, W + BLOCK)
     first_key = 0
+    LISTED: tl.constexpr = M >= 64 or WINDOW_FORM == "none"
     ONE_FORM: tl.constexpr = WINDOW_FORM == ENTRY_FORM or not HAS_ENTRIES
     entries_from = window if ONE_FORM else tl.cdiv(window, N) * N
     last_key = entries_from
     if HAS_ENTRIES:
         if CHOICE > 0:
             chosen += row.to(tl.int64) * chosen_stride
-            if M < 64:
+            if not LISTED:
                 last_key += tl.minimum(topk, (position + 1) // RATIO)  # or less: -1 tells
             else:
                 at = tl.arange(0, CHOICE)
@@ -358,7 +367,7 @@ def attend_kernel(
     keys = lists + tl.program_id(0).to(tl.int64) * list_stride
     own = k_rows_place + first_row.to(tl.int64) * UNITS
     kept = tl.load(slots + sequence).to(tl.int64) * (W * UNITS)
-    if M >= 64:
+    if LISTED:
         filled = first_key + tl.cdiv(last_key - first_key, N) * N
         for base in range(first_key, filled, LIST):
             i = base + tl.arange(0, LIST)
@@ -382,7 +391,7 @@ def attend_kernel(
         acc, top, total = walk_device(
             ring, keys, first_key, last_key, last_key, window, entries_from, newest, start, own,
             kept, entries_place, chosen, queries, scale, acc, top, total, W, UNITS, ENTRY_UNITS,
-            PER_BLOCK, CHOICE, HAS_ENTRIES, True, D, 2 * R, WINDOW_FORM, N, STAGES,
+            PER_BLOCK, CHOICE, HAS_ENTRIES, True, D, 2 * R, WINDOW_FORM, N, STAGES, LISTED,
         )  # fmt: skip
     else:
         # Asked first: a loop that does not run costs what it takes to begin one.
@@ -392,14 +401,14 @@ def attend_kernel(
                 ring, keys, first_key, middle, tl.minimum(last_key, window), window, entries_from,
                 newest, start, own, kept, entries_place, chosen, queries, scale, acc, top, total,
                 W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, False, True, D, 2 * R, WINDOW_FORM, N,
-                STAGES,
+                STAGES, LISTED,
             )  # fmt: skip
         middle = tl.maximum(first_key, entries_from)
         if middle < last_key:
             acc, top, total = walk_device(
                 ring, keys, middle, last_key, last_key, window, entries_from, newest, start, own,
                 kept, entries_place, chosen, queries, scale, acc, top, total, W, UNITS,
-                ENTRY_UNITS, PER_BLOCK, CHOICE, True, False, D, 2 * R, ENTRY_FORM, N, STAGES,
+                ENTRY_UNITS, PER_BLOCK, CHOICE, True, False, D, 2 * R, ENTRY_FORM, N, STAGES, LISTED,
             )  # fmt: skip
 
     begin_next(OVERLAP)

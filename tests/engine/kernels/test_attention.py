@@ -389,9 +389,12 @@ def test_any_division_into_passes_gives_the_same(data):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("forms", [Forms(), *PACKED], ids=["plain", "v4", "v41"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 17, 64])
+@pytest.mark.parametrize(
+    ("tokens", "forms"),
+    [(17, Forms()), *((n, PACKED[0]) for n in (1, 6, 16, 64)), *((n, PACKED[1]) for n in (1, 64))],
+    ids=["17-plain", "1-v4", "6-v4", "16-v4", "64-v4", "1-v41", "64-v41"],
+)
 def test_real_widths_decode(tokens, kind, forms):
     """At real widths and batches the kernel differs from torch."""
     starts = [Sequence(1 + i, (997 * i) % 3000, 1) for i in range(tokens)]
