@@ -31,9 +31,9 @@ from engine.kernels.router import LONG_TILE, SHORT_TILE, group_torch, group_trit
 CUTS: list[tuple[int, int, Tiling]] = [
     (1024, SHORT_TILE, SHORT_FP4),
     (8192, LONG_TILE, LONG_FP4),
-    (1024, 32, Tiling(128, 128, 8, 3, 128)),
+    (1024, 32, Tiling(128, 128, 8, 4, 128)),
     (1024, 32, Tiling(128, 128, 8, 2, 80)),
-    (1024, 64, Tiling(128, 128, 8, 3, 128)),
+    (1024, 128, LONG_FP4),
     (8192, 64, Tiling(128, 128, 8, 3, 128)),
     (8192, 128, Tiling(128, 128, 8, 4)),
 ]

@@ -283,7 +283,7 @@ class Tiling:
 
 
 #: FP4 weights and few pairs: bound by the reading of weights, two programs a multiprocessor.
-SHORT_FP4 = Tiling(128, CHUNK, 8, 4, 128)
+SHORT_FP4 = Tiling(128, CHUNK, 8, 3, 128)
 #: FP4 weights and many pairs.
 LONG_FP4 = Tiling(128, CHUNK, 8, 3)
 #: Other weights.
