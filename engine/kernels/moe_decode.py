@@ -31,7 +31,7 @@ from engine.kernels.overlap import (
     overlaps,
 )
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.router import DECODE_ROWS, DECODE_TILE, Routing
+from engine.kernels.router import DECODE_TILE, STREAM_ROWS, Routing, parts_dtype
 from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, load16, rows_of_x
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
@@ -357,7 +357,7 @@ class Layout:
 
 
 #: By the most rows: few rows need many warps, many rows tiles that share x.
-LAYOUTS = {4: Layout(1, 4), DECODE_ROWS: Layout(2, 2)}
+LAYOUTS = {4: Layout(1, 4), STREAM_ROWS: Layout(2, 2)}
 
 
 def layout_of(rows: int) -> Layout:
@@ -458,7 +458,7 @@ def stream_experts(
     act_group: int | None,
     layout: Layout | None = None,
 ) -> Tensor:
-    """Run the experts for up to DECODE_ROWS rows; arguments and result as `moe_torch`.
+    """Run the experts for up to STREAM_ROWS rows; arguments and result as `moe_torch`.
 
     `layout` is for measurements.
     """
@@ -468,7 +468,7 @@ def stream_experts(
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)
     # What nobody writes is 0; with a shared expert its programs see to that.
     new = torch.zeros if shared2 is None else torch.empty
-    parts = new((rows, choices + 1, d), dtype=torch.float32, device=x.device)
+    parts = new((rows, choices + 1, d), dtype=parts_dtype(x), device=x.device)
     _product(x.contiguous(), hidden, w13, shared13, routing, layout, limit=limit, second=False)
     if act_group is not None:
         wide = min(1024, triton.next_power_of_2(inner))

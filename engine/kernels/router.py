@@ -30,7 +30,7 @@ DECODE_ROWS = 64
 SHORT_ROWS = 1024
 #: Pairs of a tile: up to DECODE_ROWS rows, up to SHORT_ROWS and beyond.
 DECODE_TILE = 8
-SHORT_TILE = 64
+SHORT_TILE = 32
 LONG_TILE = 128
 
 
