@@ -37,7 +37,7 @@ DECODE_TILES = {
     4: [Tile(16, 64, 5, 8, 1, 64), Tile(16, 64, 5, 8, 0), Tile(16, 32, 10, 4, 0)],
     1: [Tile(16, 64, 10, 8, 1), Tile(16, 64, 10, 8, 1, 64), Tile(16, 32, 20, 4, 0)],
 }
-WINDOW_TILES = [Tile(64, 64, 1, 8, 1), Tile(32, 64, 1, 8, 1, 64)]
+WINDOW_TILES = [Tile(16, 64, 1, 8, 0), Tile(16, 64, 2, 8, 0)]
 #: How keys lie, by name.
 FORMS = {
     "plain": Forms(),

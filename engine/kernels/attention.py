@@ -177,9 +177,13 @@ _FEW_ROWS_RECORDS = {
 }
 #: The same for records of two forms, which few rows do read ahead.
 _FEW_ROWS_TWO_FORMS = _FEW_ROWS_RECORDS | {2: Tile(heads=16, keys=32, splits=20, warps=4, ahead=1)}
-#: Where all keys are those of a window: too few to be worth parts that must be combined.
+#: Where all keys are those of a window: too few to be worth parts that must be combined, but for
+#: few rows of records, whose unpacking takes longer than that.
 _FEW_ROWS_WINDOW = {32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=1)}
-_FEW_ROWS_WINDOW_RECORDS = {32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=0)}
+_FEW_ROWS_WINDOW_RECORDS = {
+    8: Tile(heads=16, keys=32, splits=4, warps=4, ahead=0),
+    32: Tile(heads=16, keys=64, splits=1, warps=8, ahead=0),
+}
 _MANY_ROWS = Tile(heads=64, keys=64, splits=1, warps=8, ahead=1)
 #: Without narrow tensor cores.
 _FLOAT32 = Tile(heads=16, keys=16, splits=4, warps=4, ahead=0)
