@@ -11,18 +11,26 @@ transfer to the host, deltas. Plain decoding is the engine without a drafter, on
 
 V4.1 shapes get the published DSpark stages, V4 shapes an MTP stage. Rows, bench "speculate": tok_s,
 ms_step and acceptance_length of the speculative engine, plain_tok_s, and how many times plain that is.
+`bound_ms` and `plain_bound_ms` are the time to read what either step must read, with the experts that
+its rows are routed to (`experts_touched`: of the drafts' stages, then of the layers), and
+`times_plain_at_bound` is what speculation would gain if both ran at their bounds: rows of one request
+that are routed apart each bring experts of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import statistics
 import time
 from typing import Any
 
+import orjson
 import torch
+from torch import Tensor
 
+from bench.bound import READ_BANDWIDTH, bound_ms
 from bench.geometries import GEOMETRIES
 from bench.rows import make_rows, spread, write_rows
 from engine.api import GenerateRequest, SamplingParams
@@ -30,14 +38,17 @@ from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
+from engine.device.rows import build_rows
+from engine.kernels.accept import NO_STOP
 from engine.model.drafting import Drafter
 from engine.model.dspark import Dspark
 from engine.model.fast import FastModel, random_fast_model
 from engine.model.mtp import Mtp
-from engine.model.packed import RandomSource, pack_dspark, pack_mtp
+from engine.model.packed import PackedDspark, PackedMtp, RandomSource, pack_dspark, pack_mtp
 from engine.model.placement import Placement
-from engine.model.speculate import Speculator
+from engine.model.speculate import Speculator, Wanted
 from engine.options import EngineConfig
+from engine.plan.step import Chunk
 from engine.speculation import draft_tokens, drafter_in
 
 BLOCK, PROMPT, NEW, WARM_UPS = 256, 128, 256, 1
@@ -66,12 +77,92 @@ def with_draft(name: str) -> ModelConfig:
     return ModelConfig.from_dict(config)
 
 
-def random_drafter(model: FastModel, device: torch.device) -> Drafter:
-    """Draft stages of the model's shape, drawn from a seed."""
+Stages = PackedDspark | tuple[PackedMtp, ...]
+
+
+def random_drafter(model: FastModel, device: torch.device) -> tuple[Drafter, Stages]:
+    """Draft stages of the model's shape, drawn from a seed, and their weights."""
     source, placement = RandomSource(model.config, device), Placement(device=device, pin=False)
     if model.config.dspark is not None:
-        return Dspark(model, pack_dspark(model.config, source, placement, plain=model.dtype))
-    return Mtp(model, pack_mtp(model.config, source, placement, plain=model.dtype))
+        weights = pack_dspark(model.config, source, placement, plain=model.dtype)
+        return Dspark(model, weights), weights
+    stages = pack_mtp(model.config, source, placement, plain=model.dtype)
+    return Mtp(model, stages), stages
+
+
+def nbytes(value: object) -> int:
+    """Bytes of all tensors of packed weights."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, tuple):
+        return sum(map(nbytes, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return sum(nbytes(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def draft_ms(model: FastModel, stages: Stages, touched: list[int]) -> float:
+    """Milliseconds to read what drafts must read.
+
+    Args:
+        model: the backbone, whose head they share.
+        stages: weights.
+        touched: experts that each call of a stage reads: one in the draft, and for MTP's stages one
+            more when the verification is remembered.
+    """
+    if isinstance(stages, PackedDspark):
+        assert model.config.dspark is not None
+        layers, heads = stages.stages, 1
+        again = model.config.dspark.block_size - 1  # the Markov head, token by token
+        read = again * nbytes(stages.markov_head) - nbytes(stages.markov_embed)
+    else:
+        layers, heads, read = tuple(stage.layer for stage in stages), len(stages), 0
+    fixed = nbytes(stages) - sum(nbytes(layer.moe.experts) for layer in layers)
+    read += len(touched) // len(layers) * fixed + heads * nbytes(model.weights.head)
+    for number, count in enumerate(touched):
+        moe = layers[number % len(layers)].moe
+        read += count * nbytes(moe.experts) // len(moe.gate)
+    return read / READ_BANDWIDTH * 1e3
+
+
+def routes(core: EngineCore, model: FastModel, batch: int, speculator: Speculator) -> list[int]:
+    """Distinct experts of each call of a router in a speculative step of requests of random tokens."""
+    touched: list[Tensor] = []
+    plain = model.ops
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        routing = plain.route(*args, **kwargs)
+        touched.append(routing.experts.flatten())
+        return routing
+
+    runner = core._runner
+    assert isinstance(runner, FastRunner)
+    pool = runner._pool
+    assert isinstance(pool, KVPool)
+    device = model.weights.embed.device
+    per_request = -(-(PROMPT + NEW) // BLOCK)
+    chunks = [
+        Chunk(str(i), i + 1, PROMPT, (31 * i + 7,), (0,) * per_request, True) for i in range(batch)
+    ]
+    rows, _ = build_rows(chunks, block_size=BLOCK, device=device)
+
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=device)
+
+    control = torch.full((batch, 3), NO_STOP, dtype=torch.int64, device=device)
+    wanted = Wanted(
+        temperature=full(0.0, torch.float64),
+        top_p=full(1.0, torch.float64),
+        seeds=full(0, torch.int64),
+        index=full(0, torch.int32),
+        control=control,
+        left=full(0, torch.int64),
+    )
+    results = torch.zeros((batch, speculator.num_tokens + 2), dtype=torch.int64, device=device)
+    model.ops = dataclasses.replace(plain, route=spy)
+    speculator.step(rows, pool, wanted, results)
+    model.ops = plain
+    return [len(set(t[t >= 0].tolist())) for t in touched]
 
 
 def make_engine(
@@ -150,15 +241,25 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
     core = make_engine(model, device, most, None)
     plain = {batch: pace(core, batch, args.repeats, vocab) for batch in args.batch}
     del core
-    model.drafter = random_drafter(model, device)
+    model.drafter, stages = random_drafter(model, device)
     speculator = Speculator(model, model.drafter, fixed_acceptance=args.acceptance)
     core = make_engine(model, device, most, speculator)
+    depth, layers = config.num_nextn_predict_layers, config.num_hidden_layers
+    pool = core._runner._pool  # type: ignore[union-attr]
     rows = []
     for batch in args.batch:
         before = core.stats().speculation
         rates, steps = pace(core, batch, args.repeats, vocab)
         after, (plain_rates, plain_steps) = core.stats().speculation, plain[batch]
         taken = sum(after.lengths) - sum(before.lengths)
+        touched = routes(core, model, batch, speculator)
+        of_layers = touched[depth : depth + layers]
+        of_drafts = touched[:depth] + touched[depth + layers :]
+        one = [min(batch * config.num_experts_per_tok, count) for count in of_layers]
+        alone = bound_ms(config, model.weights, pool, batch, PROMPT + NEW // 2, one)
+        both = bound_ms(config, model.weights, pool, batch, PROMPT + NEW // 2, of_layers)
+        both += draft_ms(model, stages, of_drafts)
+        length = 1 + (after.accepted - before.accepted) / max(1, taken)
         row = {
             "bench": "speculate",
             "geometry": args.geometry,
@@ -168,15 +269,21 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
             "prompt_tokens": PROMPT,
             "new_tokens": NEW,
             "block": drafts,
-            "acceptance_length": round(1 + (after.accepted - before.accepted) / max(1, taken), 3),
+            "acceptance_length": round(length, 3),
             "ms_step": spread(steps, 4),
             "tok_s": spread(rates, 1),
             "plain_ms_step": spread(plain_steps, 4),
             "plain_tok_s": spread(plain_rates, 1),
             "times_plain": round(statistics.median(rates) / statistics.median(plain_rates), 3),
+            "experts_touched": touched,
+            "bound_ms": round(both, 3),
+            "bound_share": round(both / statistics.median(steps), 3),
+            "plain_bound_ms": round(alone, 3),
+            "times_plain_at_bound": round(length * alone / both, 3),
         }
-        print(row, flush=True)
         rows.append(row)
+        for line in make_rows("bench.speculate", args.device, [row]):
+            print(orjson.dumps(line).decode(), flush=True)
     return rows
 
 
