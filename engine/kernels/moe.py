@@ -19,7 +19,7 @@ from engine.kernels.moe_decode import can_stream, stream_experts
 from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import DECODE_ROWS, Routing, parts_dtype
+from engine.kernels.router import DECODE_ROWS, STREAM_ROWS, Routing, parts_dtype
 
 # ---------------------------------------------------------------- torch
 
@@ -98,7 +98,7 @@ def moe_triton(
     """As `moe_torch`, by the kernels for few rows or those for many."""
     given = [w for w in (w13, w2, shared13, shared2) if w is not None]
     run = grouped_experts
-    if len(x) <= DECODE_ROWS and can_stream(x, *given):
+    if len(x) <= STREAM_ROWS and can_stream(x, *given):
         run = stream_experts
     elif len(x) <= DECODE_ROWS and can_take_plain(x, act_group, *given):
         run = plain_experts

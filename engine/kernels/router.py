@@ -26,17 +26,19 @@ Scoring = Literal["sqrtsoftplus", "softmax"]
 
 #: Most rows that take the kernels bound by the reading of weights.
 DECODE_ROWS = 64
+#: Most rows whose experts are streamed where weights are narrow: a window, the tail of a prompt.
+STREAM_ROWS = 128
 #: Most rows of which an expert gets so few that wide tiles would stay empty.
 SHORT_ROWS = 1024
-#: Pairs of a tile: up to DECODE_ROWS rows, up to SHORT_ROWS and beyond.
+#: Pairs of a tile: up to STREAM_ROWS rows, up to SHORT_ROWS and beyond.
 DECODE_TILE = 8
-SHORT_TILE = 32
+SHORT_TILE = 64
 LONG_TILE = 128
 
 
 def tile_pairs(rows: int) -> int:
     """Pairs of a tile in a pass of `rows` rows."""
-    if rows <= DECODE_ROWS:
+    if rows <= STREAM_ROWS:
         return DECODE_TILE
     return SHORT_TILE if rows <= SHORT_ROWS else LONG_TILE
 

@@ -117,10 +117,12 @@ CASES = [
     pytest.param(5, 128, 128, 2, 2, 128, 128, "fp4", id="fp4-tiles"),
     pytest.param(13, 128, 128, 2, 1, 32, 32, "fp4", id="more-rows-than-a-tile"),
     pytest.param(2, 32, 160, 2, 1, 128, 128, "fp8", id="fp8-odd"),
+    pytest.param(66, 32, 32, 1, 1, None, 32, "fp8", id="a-tail"),
 ]
 REAL = [
     pytest.param(1, 4096, 2048, 6, 6, 128, 128, "fp4", id="v4-1"),
     pytest.param(64, 4096, 2048, 4, 3, 128, 128, "fp4", id="v4-64"),
+    pytest.param(128, 5120, 2304, 8, 6, 32, 32, "fp4", id="v41-128"),
     pytest.param(13, 5120, 2304, 4, 3, 32, 32, "fp4", id="v41-13"),
     pytest.param(7, 1024, 512, 8, 3, None, 128, "fp8", id="fp8-7"),
 ]
@@ -145,7 +147,10 @@ def test_stream_equals_twin(
     got = stream_experts(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
     # Sums in another order may round hidden values to neighbours, 2**-4 apart in e4m3.
     close(got, want, 2e-2)
-    assert ((got - want).norm() / want.norm()) < 3e-3
+    assert got.dtype == want.dtype
+    # Beyond 64 rows both are rounded to bfloat16.
+    least = 3e-3 if rows <= 64 else 6e-3
+    assert (got.float() - want.float()).norm() / want.float().norm() < least
     # Without the shared expert; in the interpreter for one case, it is slow.
     if GPU or kind == "fp8":
         alone = stream_experts(x, r, w13, w2, None, None, limit=LIMIT, act_group=group)
