@@ -142,13 +142,11 @@ class Tile:
     """How the work of a pass is cut.
 
     Args:
-        heads: of a program.
+        heads: of a program, at least 16.
         keys: of a tile.
         splits: programs that share the keys of a row, each walking its own.
         warps: per program.
         ahead: tiles on their way to shared memory when one is computed.
-        rows: of a program's products, at least 16 and as many as it has heads. From 64 on tensor
-            cores read keys from shared memory as they lie there.
     """
 
     heads: int
@@ -156,7 +154,6 @@ class Tile:
     splits: int
     warps: int
     ahead: int
-    rows: int = 0
 
 
 #: By rows of the pass, up to each: fewer programs per row where there are more rows.
@@ -216,8 +213,7 @@ def tile_for(
     if dtype == torch.float32:
         tile = _FLOAT32
     most = 1 << max(heads - 1, 15).bit_length()
-    tile = replace(tile, heads=min(tile.heads, most))
-    return replace(tile, rows=max(tile.rows, tile.heads))
+    return replace(tile, heads=min(tile.heads, most))
 
 
 def attend_triton(
@@ -292,7 +288,6 @@ def attend_triton(
     has_entries = entries is not None
     if tile is None:
         tile = tile_for(tokens, heads, window_form, entry_form if has_entries else None, q.dtype)
-    products = max(tile.rows, tile.heads)
     o = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     parts = sums = scratch = o
     chosen = rows.tables if choice is None else choice
@@ -346,12 +341,11 @@ def attend_triton(
             IS_DECODE=rows.is_decode,
             BLOCK=block,
             SPLITS=tile.splits,
-            HEADS=tile.heads,
-            M=products,
+            M=tile.heads,
             N=tile.keys,
             LIST=1024 if tile.splits == 1 else 256,
             # The place of a key is loaded a tile before the key.
-            STAGES=tile.ahead * (1 if products >= 64 else 2) + 1,
+            STAGES=tile.ahead * (1 if tile.heads >= 64 else 2) + 1,
             num_warps=tile.warps,
             **overlapping(q.device),
         )

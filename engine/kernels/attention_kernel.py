@@ -45,7 +45,7 @@ def ready_queries_device(
         rope: pointer to the table.
         position: of the row.
         head: int32 [M].
-        H: end of the heads.
+        H: heads.
         eps: of the head norm.
         D: head width.
         R: rotary pairs.
@@ -299,14 +299,13 @@ def attend_kernel(
     IS_DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     LIST: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (row, HEADS heads, split), products of M rows. With one split: final output; else its part, for combine.
+    """Program (row, M heads, split). With one split: final output; else its part, for combine.
 
     o: [T, H * D], or float32 [T, SPLITS, H, D], not divided. sums: float32 [T, SPLITS, H, 2], the
     maximum logit (base 2) and the sum of weights. scratch: q's dtype [T, H * D]; may be o. lists:
@@ -315,18 +314,16 @@ def attend_kernel(
     """
     await_previous(OVERLAP)
     row = row_0 + tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, M)
-    # A product may have more rows than the program has heads.
-    bound = tl.minimum(tl.program_id(1) * HEADS + HEADS, H)
+    head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
     position = tl.load(positions + row)
     # What depends on nothing is loaded before what must be waited for.
     of_row = row.to(tl.int64) * (H * D)
     column = tl.arange(0, D)[None, :]
     raw = q + of_row + head[:, None] * D
-    x = tl.load(raw + column, mask=(head < bound)[:, None], other=0.0)
+    x = tl.load(raw + column, mask=(head < H)[:, None], other=0.0)
     tail_column = D - 2 * R + tl.arange(0, 2 * R)[None, :]
-    tail = tl.load(raw + tail_column, mask=(head < bound)[:, None], other=0.0)
+    tail = tl.load(raw + tail_column, mask=(head < H)[:, None], other=0.0)
     if IS_DECODE:
         sequence = row
         start = position
@@ -377,10 +374,10 @@ def attend_kernel(
             )  # fmt: skip
             tl.store(keys + i, place, mask=i < filled)
     queries = ready_queries_device(
-        x, tail, scratch + of_row, rope, position, head, bound, eps, D, R, HEAD_NORM
+        x, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
     )
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
-    top = tl.load(sink + head, mask=head < bound, other=0.0) * 1.4426950408889634
+    top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
     # Weights are summed up by column: what a thread adds to its own needs no exchange.
     total = tl.where(tl.arange(0, N)[None, :] == 0, 1.0, tl.zeros((M, N), tl.float32))
     if SPLITS > 1:
@@ -415,13 +412,13 @@ def attend_kernel(
     sum_of_weights = tl.sum(total, axis=1)
     if SPLITS == 1:
         store_output_device(
-            o + of_row, acc / sum_of_weights[:, None], rope, position, head, bound, D, R
+            o + of_row, acc / sum_of_weights[:, None], rope, position, head, H, D, R
         )
     else:
         part = (row.to(tl.int64) * SPLITS + split) * H + head
-        tl.store(sums + part * 2, top, mask=head < bound)
-        tl.store(sums + part * 2 + 1, sum_of_weights, mask=head < bound)
-        tl.store(o + part[:, None] * D + column, acc, mask=(head < bound)[:, None])
+        tl.store(sums + part * 2, top, mask=head < H)
+        tl.store(sums + part * 2 + 1, sum_of_weights, mask=head < H)
+        tl.store(o + part[:, None] * D + column, acc, mask=(head < H)[:, None])
 
 
 @triton.jit

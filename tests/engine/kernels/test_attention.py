@@ -207,7 +207,6 @@ TILES = {
     "split": Tile(16, 16, 3, 4, 1),
     "warp groups": Tile(64, 16, 1, 8, 2),
     "warp groups split": Tile(64, 16, 2, 8, 2),
-    "rows without heads": Tile(16, 16, 2, 8, 2, 64),
     "chosen": None,
 }
 
