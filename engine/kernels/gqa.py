@@ -263,6 +263,6 @@ def add_norm_triton(
     _add_norm_kernel[(rows,)](
         h, h if parts is None else parts.contiguous(), weight, total, x, eps, width,
         WIDTH=triton.next_power_of_2(width), PARTS=0 if parts is None else parts.shape[1],
-        num_warps=8, **overlapping(h.device),
+        num_warps=8, **overlapping(h.device, rows),
     )  # fmt: skip
     return total, x

@@ -3,8 +3,8 @@
 Norms and turns queries and the new key, writes key and value into their block, and attends. A
 program takes the query heads of one key head and a share of the positions before the row's own; the
 first program adds the row's own position, which needs no memory. The program of a head that finishes
-last adds the shares up. What lies in the blocks was written by earlier steps, so it is fetched before
-the kernel that makes this row's projections has ended.
+last adds the shares up. What lies in the blocks was written by earlier steps, so a share's first tile
+is loaded before the kernel that makes this row's projections has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -50,6 +50,21 @@ def _line_offsets(table, line, seen, head, BLOCK_SIZE: tl.constexpr, KEY_HEADS: 
     """Where keys of positions lie: [TILE, 1]."""
     block = tl.load(table + line // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return ((block * BLOCK_SIZE + line % BLOCK_SIZE) * KEY_HEADS + head)[:, None] * D
+
+
+@triton.jit
+def _attended(q, k, v, seen, top, total, acc, scale):
+    """An online softmax goes on over a tile of positions; without one that is seen, nothing changes."""
+    start = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
+    scores = dot(q, tl.trans(k).to(q.dtype), start) * scale
+    scores = tl.where(seen[None, :], scores, -float("inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    against = tl.where(new == -float("inf"), 0.0, new)
+    weight = tl.exp2(scores - against[:, None])
+    shrink = tl.exp2(top - against)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = dot(cast(weight, v.dtype), v, acc * shrink[:, None])
+    return new, total, acc
 
 
 @triton.jit
@@ -91,16 +106,14 @@ def _decode_kernel(
     position = tl.load(positions + row)
     table = tables + tl.load(seq + row) * table_width
     column, member = tl.arange(0, D), tl.arange(0, PADDED)
-    # Tiles follow each other; a share has two at least, for a share more costs more than a tile.
-    tiles = tl.cdiv(position, TILE)
-    share = tl.maximum(tl.cdiv(tiles, splits), 2) * TILE
+    share = tl.maximum(tl.cdiv(tl.cdiv(position, TILE), splits), 1) * TILE
     live = tl.maximum(tl.cdiv(position, share), 1)
-    if OVERLAP:
-        line = split * share + tl.arange(0, TILE)
-        ahead = _line_offsets(table, line, line < position, head, BLOCK_SIZE, KEY_HEADS, D)
-        size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
-        fetch(keys + ahead, D * size, D * size // 128)
-        fetch(values + ahead, D * size, D * size // 128)
+    begin = split * share
+    end = tl.minimum(begin + share, position)
+    line = begin + tl.arange(0, TILE)
+    at = _line_offsets(table, line, line < end, head, BLOCK_SIZE, KEY_HEADS, D) + column[None, :]
+    early_keys = tl.load(keys + at, mask=(line < end)[:, None], other=0.0)
+    early_values = tl.load(values + at, mask=(line < end)[:, None], other=0.0)
     # What no kernel writes is loaded before the wait, what is waited for all at once behind it.
     zero = tl.zeros((1, 1), tl.int32)
     norm, other_norm = _with_other(q_norm + zero, zero == 0, D)
@@ -135,20 +148,14 @@ def _decode_kernel(
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         total = tl.full((PADDED,), 1.0, tl.float32)
         acc += v.to(tl.float32)[None, :]
-    for first in range(split * share, tl.minimum((split + 1) * share, position), TILE):
+    top, total, acc = _attended(q, early_keys, early_values, line < end, top, total, acc, scale)
+    for first in range(begin + TILE, end, TILE):
         line = first + tl.arange(0, TILE)
-        seen = line < position
-        at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D)
-        keys_here = tl.load(keys + at + column[None, :], mask=seen[:, None], other=0.0)
-        scores = dot(q, tl.trans(keys_here).to(dtype), tl.zeros((PADDED, TILE), tl.float32)) * scale
-        v = tl.load(values + at + column[None, :], mask=seen[:, None], other=0.0)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2(scores - new[:, None])
-        shrink = tl.exp2(top - new)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = dot(cast(weight, v.dtype), v, acc * shrink[:, None])
-        top = new
+        seen = line < end
+        at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D) + column[None, :]
+        keys_here = tl.load(keys + at, mask=seen[:, None], other=0.0)
+        values_here = tl.load(values + at, mask=seen[:, None], other=0.0)
+        top, total, acc = _attended(q, keys_here, values_here, seen, top, total, acc, scale)
     pair = row * KEY_HEADS + head
     to = out + (pair.to(tl.int64) * GROUP + member)[:, None] * D + column[None, :]
     if live == 1:
@@ -210,7 +217,7 @@ def decode_gqa_triton(
         part_o, part_m, part_s, _counter(device), qkv.stride(0), rows.tables.shape[1],
         dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
         PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=_TILE,
-        SPLITS=_MOST_SPLITS, num_warps=4, num_stages=2, **overlapping(device),
+        SPLITS=_MOST_SPLITS, num_warps=4, num_stages=2, **overlapping(device, batch),
     )  # fmt: skip
     return out
 

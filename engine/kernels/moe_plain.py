@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.formats import Matrix
 from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
 from engine.kernels.router import DECODE_TILE, Routing
-from engine.kernels.row import experts_rows, takes_rows
+from engine.kernels.row import experts_row, takes_row
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Weight rows of a program.
@@ -162,7 +162,7 @@ def _product(
         limit, CHOICES=choices, N=height, K=width, WIDTH=out.shape[-1],
         PARTS_WIDTH=parts.shape[-1], SHARED=shared is not None, SECOND=second, BN=_ROWS,
         BK=64 if w.data.dtype == torch.float32 else 128, STAGES=4, num_warps=4,
-        **overlapping(source.device),
+        **overlapping(source.device, rows),
     )  # fmt: skip
 
 
@@ -181,8 +181,8 @@ def plain_experts(
 
     act_group is None: plain weights take x as it is.
     """
-    if shared13 is None and takes_rows(x, w13, w2):
-        return experts_rows(x, routing, w13, w2, limit=limit)
+    if shared13 is None and takes_row(x, w13, w2):
+        return experts_row(x, routing, w13, w2, limit=limit)
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)

@@ -179,7 +179,7 @@ def norm_route_triton(
             h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), *found,
             count, most, D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1],
             BE=_EXPERTS, KP=triton.next_power_of_2(k), ROWS=triton.next_power_of_2(count),
-            num_warps=4, **shapes, **overlapping(device),
+            num_warps=4, **shapes, **overlapping(device, count),
         )  # fmt: skip
         return new, x, routing
     h, x = add_norm_triton(h, parts, norm, eps)
@@ -188,12 +188,12 @@ def norm_route_triton(
     grid = triton.cdiv(num_experts, tile_experts), triton.cdiv(count, tile_rows), splits
     _logits_kernel[grid](
         x, gate, logits, count, E=num_experts, D=d, SPLITS=splits, BT=tile_rows, BE=tile_experts,
-        BK=step, num_warps=4, **overlapping(device),
+        BK=step, num_warps=4, **overlapping(device, count),
     )  # fmt: skip
     padded = triton.next_power_of_2(count * k)
     scratch = torch.empty(padded, dtype=torch.int32, device=device)
     _choose_kernel[(count,)](
         logits, _counter(device), *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
-        num_warps=4, **shapes, **overlapping(device),
+        num_warps=4, **shapes, **overlapping(device, count),
     )  # fmt: skip
     return h, x, routing

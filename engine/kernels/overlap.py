@@ -21,6 +21,8 @@ else:
     cuda = None
 
 
+#: Most rows of a pass whose kernels gain from overlapping where `overlapping` is asked.
+FEW_ROWS = 8
 #: Cleared to measure what overlapping gains.
 ENABLED = True
 
@@ -38,9 +40,15 @@ def overlaps(device: torch.device) -> bool:
     return ENABLED and is_hopper(device)
 
 
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that waits and lets the next begin as its flag OVERLAP says."""
-    on = overlaps(device)
+def overlapping(device: torch.device, rows: int = 1) -> dict[str, bool]:
+    """Launch options of a kernel that waits and lets the next begin as its flag OVERLAP says.
+
+    Args:
+        device: of the kernel.
+        rows: of the pass; of more than FEW_ROWS the programs fill the GPU, and early ones of the
+            next kernel take room from them (measured with Qwen's steps of 16 and 64 rows).
+    """
+    on = overlaps(device) and rows <= FEW_ROWS
     return {"OVERLAP": on, "launch_pdl": on}
 
 

@@ -34,7 +34,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
-from engine.kernels.row import experts_rows, takes_rows
+from engine.kernels.row import experts_row, takes_row
 from engine.model.disktier import HostCache
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
@@ -151,8 +151,8 @@ def _at_once(
 ) -> Tensor:
     """Compute a pass that is one wave; a single row's parts may come added up."""
     alone = shared[0] is None and act_group is None
-    if ops.name == "triton" and alone and takes_rows(x, w13, w2, most=1):
-        return experts_rows(x, routing, w13, w2, limit=limit, summed=True)
+    if ops.name == "triton" and alone and takes_row(x, w13, w2):
+        return experts_row(x, routing, w13, w2, limit=limit, summed=True)
     return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
 
 
