@@ -103,7 +103,7 @@ def encode_device(x, codes, powers, t, first, T, K, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _power(byte):
+def power_device(byte):
     """2 ** (byte - 127) of a scale byte, float32."""
     # Byte 0 is a subnormal: its one bit lies below the exponent's.
     return tl.maximum(byte.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
@@ -165,7 +165,7 @@ def _sums(
             own = tl.load(powers + (at + column % APART) * 64 + t)
             if _INTERPRETED:  # numpy would warn
                 own = tl.where(t < T, own, 0.0)
-            factor = own[None, :] * _power(here[piece])
+            factor = own[None, :] * power_device(here[piece])
             a = tl.load(columns + (at * W_BLOCK + k)[None, :])
             b = tl.load(rows + (at * W_BLOCK + k)[:, None], mask=live, other=0.0)
             acc += dot(a, b, tl.zeros((BN, WIDE), tl.float32)) * factor
