@@ -3,8 +3,14 @@
 Between two kernels of a stream memory stands idle for a microsecond or two. A kernel launched with
 `launch_pdl` may start as soon as every program of the kernel before has called `begin_next`; until
 it has called `await_previous` it must touch nothing that an earlier kernel writes or still reads,
-so what it does before that is fetch its weights into the level-2 cache. A kernel that neither
+so what it does before that is little: index arithmetic, small constants. A kernel that neither
 waits nor lets the next begin is served correctly too: the next simply starts when it has ended.
+
+Measured on an H200, with the whole step at one row: letting the next kernel begin before waiting
+oneself, so that several wait in a row, costs 9 %; fetching the first tiles of a product's weights
+into the level-2 cache while it waits costs 2.5 % (an SM reads what was fetched for it 15 % faster
+than from memory, and what is on the critical path queues behind it). Only the small matrices of
+engine.kernels.mhc are fetched ahead.
 """
 
 from __future__ import annotations
