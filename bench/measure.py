@@ -94,10 +94,16 @@ JOBS = (
         engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
         150,
     ),
-    Job("replay", "bench.replay --geometry v41-40l --what ttft --out gpu-replay-v41-40l", 210),
+    Job(
+        "replay",
+        "bench.replay --geometry v41-40l --what ttft --tail-buckets 128 --seconds 225"
+        " --out gpu-replay-v41-40l",
+        240,
+    ),
     Job(
         "replay-many",
-        "bench.replay --geometry v41-40l --what many,cached --out gpu-replay-v41-40l-many",
+        "bench.replay --geometry v41-40l --what many,cached --tail-buckets 128,512,1024"
+        " --seconds 215 --out gpu-replay-v41-40l-many",
         230,
     ),
     Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),

@@ -46,10 +46,14 @@ class Replay:
         engine: of a model with a tail.
         modes: the first is what the others are compared with.
         graphs: whether tails that were captured are used.
+        end: when to stop repeating, of time.perf_counter().
     """
 
-    def __init__(self, engine: Engine, modes: Sequence[PrefillMode], *, graphs: bool) -> None:
+    def __init__(
+        self, engine: Engine, modes: Sequence[PrefillMode], *, graphs: bool, end: float
+    ) -> None:
         self.engine = engine
+        self._end = end
         self._modes = tuple(modes)
         self._tails = engine.runner.tails
         self.use_graphs(graphs)
@@ -64,6 +68,8 @@ class Replay:
         found: dict[PrefillMode, list[float]] = {mode: [] for mode in self._modes}
         for repeat in range(WARM_UPS + repeats):
             ids, warms_up = self.engine.ids(length), repeat < WARM_UPS
+            if self._is_late(repeat):
+                break
             # A long prompt takes many chunks, so that one mode of it is enough to warm up.
             for mode in self._modes[-1:] if warms_up and length > 1 << 14 else self._modes:
                 times = self._run([ids], 1, mode)
@@ -88,6 +94,8 @@ class Replay:
         # What takes a minute is not run once more to warm up.
         warm_ups = WARM_UPS if count * length <= 1 << 17 else 0
         for repeat in range(warm_ups + repeats):
+            if self._is_late(repeat):
+                break
             prompts = [self.engine.ids(length) for _ in range(count)]
             for mode in modes:
                 times = self._run(prompts, new, mode)
@@ -114,6 +122,8 @@ class Replay:
         found: dict[PrefillMode, list[float]] = {mode: [] for mode in self._modes}
         hits: dict[PrefillMode, list[int]] = {mode: [] for mode in self._modes}
         for repeat in range(WARM_UPS + repeats):
+            if self._is_late(repeat):
+                break
             turn = ids + self.engine.ids(500)
             for mode in self._modes:
                 times = self._run([turn], 1, mode, hits[mode].append)
@@ -167,6 +177,10 @@ class Replay:
         tails.run = run  # type: ignore[method-assign]
         yield from rows
 
+    def _is_late(self, repeat: int) -> bool:
+        """Whether to do with the repeats there are: two at least."""
+        return repeat > WARM_UPS + 1 and time.perf_counter() > self._end
+
     def _run(
         self,
         prompts: Sequence[tuple[int, ...]],
@@ -208,6 +222,7 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
     def numbers(text: str) -> list[int]:
         return [int(n) for n in text.split(",") if n]
 
+    end = time.perf_counter() + args.seconds
     prompts, what = numbers(args.prompt), args.what.split(",")
     many = [numbers(one.replace("x", ",")) for one in args.many.split(",") if one]
     buckets = numbers(args.tail_buckets)
@@ -239,7 +254,7 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
     if args.device == "cuda":
         start["allocated_gb"] = round(torch.cuda.memory_allocated() / 1e9, 2)
     yield start
-    replay = Replay(engine, modes, graphs=bool(buckets))
+    replay = Replay(engine, modes, graphs=bool(buckets), end=end)
     rows: list[Iterator[Row]] = []
     if "tails" in what:
         rows += [replay.tail(-(-bucket // tail.window), args.repeats) for bucket in buckets]
@@ -297,6 +312,9 @@ def main() -> None:
     parser.add_argument("--chunks", default="2048,4096", help="smaller chunks to try")
     parser.add_argument("--tokens", type=int, default=576 * 1024, help="that the pool has room for")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="after which nothing is repeated any more"
+    )
     parser.add_argument("--out", default="", help="file of rows under bench/results")
     args = parser.parse_args()
     rows = []
