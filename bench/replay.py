@@ -260,10 +260,10 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
         rows += [replay.tail(-(-bucket // tail.window), args.repeats) for bucket in buckets]
     if "ttft" in what:
         rows += [replay.ttft(length, args.repeats) for length in prompts]
-    if "many" in what:
-        rows += [replay.many(n, length, new, times) for n, length, new, times in many]
     if "cached" in what:
         rows.append(replay.cached(args.cached, args.repeats))
+    if "many" in what:  # last: the longest of all
+        rows += [replay.many(n, length, new, times) for n, length, new, times in many]
     if "chunks" in what:
         rows += [
             replay.ttft(length, 3, chunk)
