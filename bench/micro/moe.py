@@ -26,7 +26,7 @@ LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
 #: Layouts to compare.
-OTHERS = [Layout(1, 4), Layout(2, 2), Layout(4, 1)]
+OTHERS = [Layout(1, 4, ahead=True), Layout(2, 2), Layout(4, 1)]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:

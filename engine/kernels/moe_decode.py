@@ -6,12 +6,12 @@ waits for another and their loads and arithmetic overlap by chance. That needs m
 are limited to make room for them. A tile of W13 is 8 gate rows and the 8 up rows of the same hidden
 values. Programs take equal, contiguous shares of all these *units*, so that each reads about the
 same number of bytes, whatever was routed where; some programs take the shared expert, in the same
-way. Before a step's bytes are loaded into registers they are asked for into the level-2 cache, one
-step ahead: further ahead costs bandwidth.
+way.
 
 What bounds it beside the memory is the level-1 cache's data stage: rows of x come from there as
 often as a tile is multiplied, more bytes than the weights have. Hence several tiles at a time, and
-weights in stripes (engine.kernels.fp4), whose loads meet no bank conflicts.
+weights in stripes (engine.kernels.fp4), whose loads meet no bank conflicts. Slower on an H200 were
+four warps that share x or the columns, copies into shared memory, and kernels that overlap.
 """
 
 from __future__ import annotations
@@ -23,19 +23,11 @@ from torch import Tensor
 
 from engine.kernels.formats import Matrix
 from engine.kernels.fp4 import codes_of_row, has_stripes, scale_place
-from engine.kernels.overlap import (
-    await_previous,
-    begin_next,
-    fetch,
-    overlapping,
-    overlaps,
-)
+from engine.kernels.overlap import fetch
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import DECODE_TILE, STREAM_ROWS, Routing, parts_dtype
 from engine.kernels.stream import CHUNK, SUM_SCALE, accumulate, load16, rows_of_x
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -162,7 +154,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
           experts, T, limit, CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
           WIDTH: tl.constexpr, SECOND: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
           R: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr,
-          OVERLAP: tl.constexpr):  # fmt: skip
+          AHEAD: tl.constexpr):  # fmt: skip
     """Units [low, high) of one tile of up to eight rows."""
     apart: tl.constexpr = 8 if SECOND else N // 2
     further: tl.constexpr = 16 if SECOND else 8  # from tile to tile of weight rows
@@ -178,11 +170,6 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         expert = tl.load(tiles + tile * 3).to(tl.int64)
         data += expert * data_apart
         scale += expert * scale_apart
-    if SECOND or SHARED:  # of routed rows W13 has waited already, to see which experts they reach
-        if OVERLAP:
-            _ask(data, low * TILES * further, 0, K, R, apart, further, TILES, FP4)
-        await_previous(OVERLAP)
-        begin_next(OVERLAP)
     # The tensor cores' columns 2 t hold the tile's rows 0 .. 3, 2 t + 1 the rows 4 .. 7, so that
     # few rows need half of the stores only. Columns beyond the tile's rows repeat the last one.
     place = first + tl.minimum(mine // 2 + mine % 2 * 4, count - 1)
@@ -224,7 +211,7 @@ def _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, 
         for _ in tl.static_range(4 * TILES):
             sums = sums + (zero,)  # type: ignore[assignment]  # noqa: RUF005
         for step in range(STEPS):
-            if not _INTERPRETED:
+            if AHEAD:
                 last = step == STEPS - 1
                 then = tl.where(last, tl.minimum(unit + 1, high - 1), unit) * TILES * further
                 _ask(data, then, tl.where(last, 0, step + 1), K, R, apart, further, TILES, FP4)
@@ -249,7 +236,7 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
                     SECOND: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, FP4: tl.constexpr,
                     BLOCK: tl.constexpr, SHARED_TILES: tl.constexpr, SHARED_R: tl.constexpr,
                     SHARED_FP4: tl.constexpr, SHARED_BLOCK: tl.constexpr,
-                    OVERLAP: tl.constexpr):  # fmt: skip
+                    AHEAD: tl.constexpr):  # fmt: skip
     """One of the two products: programs of the shared expert first, then those of the tiles."""
     program = tl.program_id(0)
     if program < shared_programs:
@@ -262,11 +249,8 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             high = tl.minimum(end - tile * units, units)
             _tile(tile, low, high, shared_data, shared_scale, 0, 0, x, out, order, tiles, weights,
                   experts, T, limit, CHOICES, N, K, WIDTH, SECOND, True, SHARED_TILES, SHARED_R,
-                  SHARED_FP4, SHARED_BLOCK, OVERLAP)  # fmt: skip
+                  SHARED_FP4, SHARED_BLOCK, AHEAD)  # fmt: skip
     else:
-        if not SECOND:
-            await_previous(OVERLAP)
-            begin_next(OVERLAP)
         parts: tl.constexpr = N // (16 * TILES)
         total = tl.load(num_tiles) * parts
         programs = tl.num_programs(0) - shared_programs
@@ -277,15 +261,13 @@ def _experts_kernel(data, scale, data_apart, scale_apart, shared_data, shared_sc
             high = tl.minimum(end - tile * parts, parts)
             _tile(tile, low, high, data, scale, data_apart, scale_apart, x, out, order, tiles,
                   weights, experts, T, limit, CHOICES, N, K, WIDTH, SECOND, False, TILES, R,
-                  FP4, BLOCK, OVERLAP)  # fmt: skip
+                  FP4, BLOCK, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _round_kernel(x, tiles, num_tiles, pairs, WIDTH: tl.constexpr, W: tl.constexpr,
-                  GROUP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                  GROUP: tl.constexpr):  # fmt: skip
     """Round rows of hidden in place; places of pairs that reach no expert hold nothing."""
-    begin_next(OVERLAP)  # W2 may ask for weights: routing was there before W13 began
-    await_previous(OVERLAP)
     row = tl.program_id(0)
     last = tl.maximum(tl.load(num_tiles) - 1, 0) * 3
     used = tl.load(tiles + last + 1) + tl.load(tiles + last + 2)
@@ -327,6 +309,7 @@ class Layout:
         shared_chunks: `chunks` for them.
         resident: warps per multiprocessor.
         registers: of a thread, at most; resident * registers fit 65536 / 32.
+        ahead: whether a step's bytes are asked for into the level-2 cache one step before.
     """
 
     tiles: int
@@ -335,6 +318,7 @@ class Layout:
     shared_chunks: int = 4
     resident: int = 16
     registers: int = 128
+    ahead: bool = False
 
     @property
     def programs(self) -> int:
@@ -356,8 +340,8 @@ class Layout:
         return max(tiles, 1), min(chunks, triton.next_power_of_2(triton.cdiv(k, CHUNK)))
 
 
-#: By the most rows: few rows need many warps, many rows tiles that share x.
-LAYOUTS = {4: Layout(1, 4), STREAM_ROWS: Layout(2, 2)}
+#: By the most rows: one or two need many warps, more rows tiles that share x.
+LAYOUTS = {2: Layout(1, 4, ahead=True), 8: Layout(4, 1), STREAM_ROWS: Layout(2, 2)}
 
 
 def layout_of(rows: int) -> Layout:
@@ -408,7 +392,6 @@ def _product(
     assert w.scale is not None
     assert shared.scale is not None
     data = w.data.view(torch.int32)
-    overlap = overlaps(source.device)
     _experts_kernel[(programs,)](
         data,
         w.scale,
@@ -439,8 +422,7 @@ def _product(
         SHARED_R=shared_chunks,
         SHARED_FP4=shared.kind == "fp4",
         SHARED_BLOCK=shared.block,
-        OVERLAP=overlap,
-        launch_pdl=overlap,
+        AHEAD=layout.ahead and not INTERPRETED,
         num_warps=1,
         maxnreg=layout.registers,
     )
@@ -475,7 +457,7 @@ def stream_experts(
         written = len(hidden) if shared2 is not None else rows * choices
         _round_kernel[(written, triton.cdiv(inner, wide))](
             hidden, routing.tiles, routing.num_tiles, rows * choices, WIDTH=inner, W=wide,
-            GROUP=act_group, num_warps=4, **overlapping(x.device),
+            GROUP=act_group, num_warps=4,
         )  # fmt: skip
     _product(hidden, parts, w2, shared2, routing, layout, limit=limit, second=True)
     return parts
