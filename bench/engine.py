@@ -39,6 +39,7 @@ from engine import TINY_CHECKPOINT
 from engine.api import FinishReason, GenerateRequest, PrefillMode, SamplingParams, TokenDelta
 from engine.config import ModelConfig
 from engine.core import EngineCore
+from engine.device.build import settle
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
@@ -146,6 +147,7 @@ class Engine:
         self._options, self._context = options, context
         self.chunk = chunk
         self.begin_anew()
+        settle()  # as load_engine does
         self._draw = random.Random(0)
         self._vocab = config.vocab_size
         self._made = 0

@@ -28,7 +28,7 @@ from engine.api import (
     TokenLogprob,
     Usage,
 )
-from engine.device.build import Built, Source, build
+from engine.device.build import Built, Source, build, settle
 from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, guided
 from engine.options import EngineConfig
@@ -282,6 +282,7 @@ class EngineCore:
         self._scheduler = self._install(built.runner, built.salt)
         if source.path != path:
             raise EngineError(f"{path}: could not be built; the weights of {source.path} are back")
+        settle()
         return built
 
     def close(self) -> None:
@@ -409,7 +410,7 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
         EngineError: the checkpoint, the device or the options cannot be served; says which.
     """
     built = build(path, options)
-    return EngineCore(
+    core = EngineCore(
         built.runner,
         built.options,
         max_position_embeddings=built.config.max_position_embeddings,
@@ -417,6 +418,8 @@ def load_engine(path: Path, options: EngineConfig) -> EngineCore:
         replay=built.replay,
         source=Source(path, options),
     )
+    settle()
+    return core
 
 
 def _logprobs(samples: Sequence[Sample]) -> tuple[TokenLogprob, ...] | None:

@@ -183,8 +183,20 @@ def salt_of(
     return weights + layout + repr(how).encode()
 
 
+def settle() -> None:
+    """Have the garbage collector pass over what there is now, which stays.
+
+    A loaded engine is some hundred thousand objects; going through them takes as long as several
+    steps, and every so many new objects it would happen in the middle of one.
+    """
+    gc.unfreeze()  # what was kept for an engine that is gone
+    gc.collect()
+    gc.freeze()
+
+
 def free_memory() -> None:
     """Give back what objects that are gone have held."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -39,6 +39,9 @@ from engine.plan.replay import Replay
 from engine.plan.request import RequestState, Status
 from engine.plan.step import Chunk, StepPlan
 
+#: Blocks of a new turn that are processed at least before a stop for a snapshot.
+TURN_BLOCKS = 4
+
 
 class Scheduler:
     """Queue, running set and pools.
@@ -393,14 +396,15 @@ class Scheduler:
     def _marks(self, state: RequestState) -> list[int]:
         """Where to take a snapshot: the branch from known prompts, the last boundary, the end.
 
-        A stop on the way costs a step, so it must be worth a block at least: a short new turn runs
-        through, and the next prompt goes on from its end.
+        A stop on the way costs a step, so it must be worth a block at least, and several behind a
+        prefix that was found: a short new turn runs through, and the next prompt goes on from its end.
         """
         end = len(state.token_ids)
         last = (end - 1) // self._block_size * self._block_size
         branch = self.prefix.branch(state.token_ids, state.chain)
         marks = (state.tail.mark(mark, self._block_size) for mark in (branch, last))
-        least = state.num_computed + self._block_size
+        blocks = TURN_BLOCKS if state.num_computed else 1
+        least = state.num_computed + blocks * self._block_size
         return sorted({end, *(mark for mark in marks if mark >= least)})
 
     def _grow(self, state: RequestState) -> bool:

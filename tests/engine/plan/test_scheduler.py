@@ -370,16 +370,16 @@ def test_a_common_beginning_is_kept_when_it_is_seen_again() -> None:
 
     assert starts(scheduler, "a", system + [20] * 7) == [(0, 16), (16, 1)]
     assert starts(scheduler, "b", system + [21] * 7) == [(0, 8), (8, 8), (16, 1)]
-    assert starts(scheduler, "c", system + [22] * 7) == [(8, 8), (16, 1)]
+    assert starts(scheduler, "c", system + [22] * 7) == [(8, 9)]
 
 
-def test_a_stop_is_worth_a_block() -> None:
-    """A turn that adds less than a block beyond the hit is not cut at a boundary."""
+def test_a_stop_is_worth_some_blocks() -> None:
+    """A turn that adds less than four blocks beyond the hit is not cut at a boundary."""
     scheduler = cached()
     first = finish(scheduler, "a", list(range(10)))
 
-    assert starts(scheduler, "b", [*first, 50, 51, 52]) == [(12, 4)]
-    assert starts(scheduler, "c", [*first, 60, 61, 62, 63]) == [(12, 4), (16, 1)]
+    assert starts(scheduler, "b", [*first, *range(50, 65)]) == [(12, 16)]
+    assert starts(scheduler, "c", [*first, *range(70, 87)]) == [(12, 16), (28, 2)]
 
 
 def test_an_aborted_prompt_goes_on_where_it_was() -> None:
