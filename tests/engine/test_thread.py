@@ -295,10 +295,11 @@ def test_stop_ends_open_requests_with_an_error() -> None:
 
     async def scenario() -> None:
         clients = [Client() for _ in range(6)]
-        for i, client in enumerate(clients):
+        thread.submit(request("r0", max_tokens=50), clients[0].sink)
+        await asyncio.to_thread(gate.entered.wait, PATIENCE)  # a step runs, the others must wait
+        for i, client in enumerate(clients[1:], 1):
             thread.submit(request(f"r{i}", max_tokens=50), client.sink)
         stopping = asyncio.create_task(asyncio.to_thread(thread.stop))
-        await asyncio.to_thread(gate.entered.wait, PATIENCE)
         gate.open.set()
         await stopping
         for client in clients:
