@@ -77,6 +77,19 @@ def _choose(logits, experts, weights, slot, row, apart, E: tl.constexpr, EP: tl.
     tl.store(experts + row * K + place, tl.where(live, i, -1), mask=chosen)
     weight = tl.where(live, share / tl.sum(share, 0), 0.0)
     tl.store(weights + row * K + place, weight, mask=chosen)
+    return chosen, place, live
+
+
+@triton.jit
+def _group_one(chosen, place, live, order, tiles, num_tiles, K: tl.constexpr):
+    """Tiles of a single row: its experts, ascending, each with its one pair; none of padding."""
+    i = tl.arange(0, chosen.shape[0])
+    at = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(order + tl.where(live, at, place), place, mask=chosen)
+    tl.store(tiles + at * 3, tl.where(live, i, -1), mask=chosen)
+    tl.store(tiles + at * 3 + 1, tl.where(live, at, 0), mask=chosen)
+    tl.store(tiles + at * 3 + 2, tl.where(live, 1, 0), mask=chosen)
+    tl.store(num_tiles, tl.where(live, K, 0))
 
 
 @triton.jit(do_not_specialize=["T", "most"])
@@ -113,15 +126,20 @@ def _norm_route_kernel(
     found = tl.sum(held.to(tl.float32) * x.to(tl.float32)[None, :], 1)
     tl.store(logits + row * E + expert, found, mask=expert < E)
     if _is_last(counter, tl.num_programs(0) * tl.num_programs(1)):
-        for one in range(T):
-            slot = tl.sum(tl.where(line == one, slot_of, 0), 0)
-            _choose(logits, experts, weights, slot, one, 0, E, EP, K, 1)
-        tl.debug_barrier()
-        place = tl.arange(0, KP)[None, :]
-        chosen = tl.load(experts + line[:, None] * K + place,
-                         mask=(line < T)[:, None] & (place < K), other=-1,
-                         cache_modifier=".cg")  # fmt: skip
-        _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
+        if ROWS == 1:
+            slot = tl.sum(slot_of, 0)
+            chosen, place, live = _choose(logits, experts, weights, slot, 0, 0, E, EP, K, 1)
+            _group_one(chosen, place, live, order, tiles, num_tiles, K)
+        else:
+            for one in range(T):
+                slot = tl.sum(tl.where(line == one, slot_of, 0), 0)
+                _choose(logits, experts, weights, slot, one, 0, E, EP, K, 1)
+            tl.debug_barrier()
+            choice = tl.arange(0, KP)[None, :]
+            mask = (line < T)[:, None] & (choice < K)
+            stored = tl.load(experts + line[:, None] * K + choice, mask=mask, other=-1,
+                             cache_modifier=".cg")  # fmt: skip
+            _group_few(stored, order, tiles, num_tiles, T, most, E, K, TILE)
 
 
 @triton.jit(do_not_specialize=["T"])

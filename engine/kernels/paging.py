@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.overlap import await_previous, begin_next, overlapping, overlaps
+from engine.kernels.overlap import await_previous, begin_next, overlaps
 from engine.kernels.triton_compat import tl, triton
 
 #: Places of `SlotState.counters`: steps; experts that a step found in a slot, and did not; moves of
@@ -258,8 +258,12 @@ def _bring_in_kernel(
         tl.store(slots + slot * words + offset, value, mask=offset < words)
 
 
-def bring_in_triton(store: Tensor, slots: Tensor, state: SlotState) -> None:
-    """Run bring_in_torch as one launch that reads the host's memory itself."""
+def bring_in_triton(store: Tensor, slots: Tensor, state: SlotState, *, alone: bool = False) -> None:
+    """Run bring_in_torch as one launch that reads the host's memory itself.
+
+    `alone`: on a stream that others wait for, where nothing begins before its predecessor has ended.
+    """
+    overlap = overlaps(slots.device) and not alone
     words = slots.shape[1] // 8
     _bring_in_kernel[(COPY_PROGRAMS,)](
         store.view(torch.int64),
@@ -268,8 +272,9 @@ def bring_in_triton(store: Tensor, slots: Tensor, state: SlotState) -> None:
         state.counters,
         words,
         WORDS=_COPY_WORDS,
+        OVERLAP=overlap,
         num_warps=8,
-        **overlapping(slots.device),
+        launch_pdl=overlap,
     )
 
 

@@ -339,7 +339,7 @@ class PagedExperts:
         """Bring in what the next pass may ask for, int32 [T, k]; it decides as ever."""
         if ops.name == "triton":
             bring_ahead_triton(experts, self.state)
-            bring_in_triton(self.store, self.slots, self.state)
+            bring_in_triton(self.store, self.slots, self.state, alone=True)
         else:
             bring_ahead_torch(experts, self.state)
             bring_in_torch(self.store, self.slots, self.state)
