@@ -85,14 +85,19 @@ QWEN = "bench.paged --geometry qwen3-30b-a3b"
 JOBS = (
     Job(
         "engine-v4",
-        engine("v4-flash-8l", "decode,ttft,beside,cached,long,load", "gpu-engine-v4-flash-8l"),
-        170,
+        engine(
+            "v4-flash-8l",
+            "decode,ttft,beside,cached,long,load",
+            "gpu-engine-v4-flash-8l",
+            "--mixed 1024,2048",
+        ),
+        180,
     ),
     Job("paged", f"{QWEN} --slots 40 --baselines --out gpu-paged-qwen", 150),
     Job(
         "engine-v41",
         engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
-        150,
+        170,
     ),
     Job(
         "replay",
