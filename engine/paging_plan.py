@@ -56,7 +56,7 @@ class Split:
     Args:
         weights: all but routed experts.
         kv: of the requests.
-        steps: buffers of decode steps.
+        steps: buffers of decode steps, and what a pass over prompts takes where that is planned.
         stream: buffers that experts of long prompts pass through.
         reserve: for activations, the allocator and kernels.
         experts: what is left; below 0 where nothing is.
@@ -98,10 +98,11 @@ def _deepseek(config: ModelConfig, wish: Wish) -> tuple[int, int, int]:
     plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=wish.gpu_bytes, packed=True)
     sums = {
         owner: sum(item.nbytes for item in plan.items if item.owner == owner)
-        for owner in ("weights", "slots", "blocks", "steps")
+        for owner in ("weights", "slots", "blocks", "steps", "prompts")
     }
     routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
-    return sums["weights"] - routed, sums["slots"] + sums["blocks"], sums["steps"]
+    passes = sums["steps"] + sums["prompts"]
+    return sums["weights"] - routed, sums["slots"] + sums["blocks"], passes
 
 
 def _qwen(c: Qwen3Config, wish: Wish) -> tuple[int, int, int]:
