@@ -119,7 +119,7 @@ JOBS = (
         80,
     ),
     Job("start", "bench.start --geometry v4-flash-8l --out gpu-start", 150),
-    Job("greedy", "bench.greedy --out gpu-greedy-tiny", 90),
+    Job("greedy", "bench.greedy --out gpu-greedy-tiny", 140),
     *(
         Job(
             f"{TESTS}{number}",
