@@ -1,4 +1,4 @@
-"""Experts on a GPU: microseconds, share of the bandwidth or of the tensor cores' rate, by layout.
+"""Experts of few rows on a GPU: microseconds and share of the bandwidth, by layout.
 
     python -m bench.micro.moe [--quick]
 
@@ -26,7 +26,7 @@ LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
 #: Layouts to compare.
-OTHERS = [Layout(1, 4, ahead=True), Layout(2, 2), Layout(4, 1)]
+LAYOUTS = [Layout(1, 4, ahead=True), Layout(2, 2), Layout(4, 1)]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -138,18 +138,13 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     check()
-    layer = Layer("v4-flash")
-    for rows in (1, 64):
-        decode(layer, "v4-flash", rows, OTHERS)
+    for name in SHAPES:
+        layer = Layer(name)
+        for rows in (1, 4, 16, 64):
+            decode(layer, name, rows, [layout_of(rows)] if quick else LAYOUTS)
+        del layer
     for rows in (1, 64, 8192):
         routes(rows)
-    if not quick:
-        for rows in (4, 16):
-            decode(layer, "v4-flash", rows, [layout_of(rows)])
-        del layer
-        layer = Layer("v41")
-        for rows in (1, 64):
-            decode(layer, "v41", rows, [layout_of(rows)])
 
 
 if __name__ == "__main__":
