@@ -1,10 +1,9 @@
 """The way from a sublayer's output to the experts of each row: residual, norm, router.
 
-Up to eight rows take one kernel. Each program adds and norms its row once more than needed and takes
-a few experts' logits; the program that finishes last chooses for all rows and groups the pairs. More
-rows of a decode step take three: norm, logits as products of tiles, and a choice by one program a row.
-A softmax is monotonous, so experts are ranked by their logits; an expert's place is found by counting
-those before it, without a loop over places.
+A single row takes one kernel. Each program adds and norms it once more than needed and takes a few
+experts' logits; the program that finishes last chooses. More rows of a decode step take three: norm,
+logits as products of tiles, and a choice by one program a row. A softmax is monotonous, so experts are
+ranked by their logits; an expert's place is found by counting those before it, without a loop.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from engine.kernels.router import (
     Routing,
     _counter,
     _group,
-    _group_few,
     _is_last,
     _partial_logits,
     _product_shape,
@@ -31,8 +29,6 @@ from engine.kernels.router import (
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
-#: Rows that one launch takes.
-_MOST_ROWS = 8
 #: Experts of a program.
 _EXPERTS = 8
 
@@ -92,54 +88,38 @@ def _group_one(chosen, place, live, order, tiles, num_tiles, K: tl.constexpr):
     tl.store(num_tiles, tl.where(live, K, 0))
 
 
-@triton.jit(do_not_specialize=["T", "most"])
+@triton.jit
 def _norm_route_kernel(
     h, parts, norm, eps, gate, h_out, x_out, logits, counter, seq, slots, experts, weights, order,
-    tiles, num_tiles, T, most, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    tiles, num_tiles, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (BE experts, row)."""
-    row = tl.program_id(1)
+    """Program of BE experts, for a single row."""
     column = tl.arange(0, WIDTH)
     real = column < D
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
     inside = (expert < E)[:, None] & real[None, :]
     held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
     scales = tl.load(norm + column, mask=real, other=0.0)
-    line = tl.arange(0, ROWS)
-    slot_of = tl.load(slots + tl.load(seq + line, mask=line < T, other=0), mask=line < T, other=0)
+    slot = tl.load(slots + tl.load(seq))
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    value = tl.load(h + row * D + column, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(h + column, mask=real, other=0.0).to(tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts + (row * PARTS + part) * D + column
-        total += tl.load(at, mask=real, other=0.0).to(tl.float32)
+        total += tl.load(parts + part * D + column, mask=real, other=0.0).to(tl.float32)
     dtype: tl.constexpr = h_out.dtype.element_ty
     value = cast(value + total, dtype).to(tl.float32)
     x = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * scales
     x = cast(x, dtype)
     if tl.program_id(0) == 0:
-        tl.store(h_out + row * D + column, cast(value, dtype), mask=real)
-        tl.store(x_out + row * D + column, x, mask=real)
+        tl.store(h_out + column, cast(value, dtype), mask=real)
+        tl.store(x_out + column, x, mask=real)
     found = tl.sum(held.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-    tl.store(logits + row * E + expert, found, mask=expert < E)
-    if _is_last(counter, tl.num_programs(0) * tl.num_programs(1)):
-        if ROWS == 1:
-            slot = tl.sum(slot_of, 0)
-            chosen, place, live = _choose(logits, experts, weights, slot, 0, 0, E, EP, K, 1)
-            _group_one(chosen, place, live, order, tiles, num_tiles, K)
-        else:
-            for one in range(T):
-                slot = tl.sum(tl.where(line == one, slot_of, 0), 0)
-                _choose(logits, experts, weights, slot, one, 0, E, EP, K, 1)
-            tl.debug_barrier()
-            choice = tl.arange(0, KP)[None, :]
-            mask = (line < T)[:, None] & (choice < K)
-            stored = tl.load(experts + line[:, None] * K + choice, mask=mask, other=-1,
-                             cache_modifier=".cg")  # fmt: skip
-            _group_few(stored, order, tiles, num_tiles, T, most, E, K, TILE)
+    tl.store(logits + expert, found, mask=expert < E)
+    if _is_last(counter, tl.num_programs(0)):
+        chosen, place, live = _choose(logits, experts, weights, slot, 0, 0, E, EP, K, 1)
+        _group_one(chosen, place, live, order, tiles, num_tiles, K)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -172,7 +152,7 @@ def _choose_kernel(
 def norm_route_triton(
     h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
 ) -> tuple[Tensor, Tensor, Routing]:
-    """Run norm_route_torch: one kernel up to eight rows, three up to DECODE_ROWS."""
+    """Run norm_route_torch: one kernel for a row, three up to DECODE_ROWS."""
     count, (num_experts, d), device = len(h), gate.shape, h.device
     if count > DECODE_ROWS:
         h, x = add_norm_triton(h, parts, norm, eps)
@@ -184,20 +164,14 @@ def norm_route_triton(
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     found = rows.seq, rows.slots, experts, weights, order, tiles, num_tiles
     routing = Routing(experts.view(count, k), weights, order, tiles, num_tiles)
-    shapes = {
-        "E": num_experts,
-        "EP": triton.next_power_of_2(num_experts),
-        "K": k,
-        "TILE": tile_pairs(count),
-    }
-    if count <= _MOST_ROWS:
+    shapes = {"E": num_experts, "EP": triton.next_power_of_2(num_experts), "K": k}
+    if count == 1:
         new, x = torch.empty_like(h), torch.empty_like(h)
-        logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
-        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
+        logits = torch.empty(num_experts, dtype=torch.float32, device=device)
+        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS),)](
             h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), *found,
-            count, most, D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1],
-            BE=_EXPERTS, KP=triton.next_power_of_2(k), ROWS=triton.next_power_of_2(count),
-            num_warps=4, **shapes, **overlapping(device, count),
+            D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=_EXPERTS, num_warps=4,
+            **shapes, **overlapping(device),
         )  # fmt: skip
         return new, x, routing
     h, x = add_norm_triton(h, parts, norm, eps)
@@ -212,6 +186,6 @@ def norm_route_triton(
     scratch = torch.empty(padded, dtype=torch.int32, device=device)
     _choose_kernel[(count,)](
         logits, _counter(device), *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
-        num_warps=4, **shapes, **overlapping(device, count),
+        TILE=tile_pairs(count), num_warps=4, **shapes, **overlapping(device, count),
     )  # fmt: skip
     return h, x, routing
