@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from engine.kernels import records, roundtrip as rt
@@ -78,6 +79,18 @@ def test_a_record_is_the_round_trip(form, width, tail, dtype):
     assert same_bits(on_device(packed, form, width, tail, dtype), want)
     again = records.pack_torch(want, form if form != "hadamard_fp4_32" else "fp4_32", tail)
     assert same_bits(records.unpack_torch(again, form, width, tail, dtype), want)
+
+
+@given(
+    numbers=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32),
+    form=st.sampled_from(["fp8_64_tail", "fp8_32", "fp4_e4m3_16", "fp4_32"]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_row_comes_back_as_the_round_trip_has_it(numbers, form, dtype):
+    """Some row is stored as other values than the round trip's."""
+    x = torch.tensor([numbers], dtype=dtype)
+    packed = records.pack_torch(x, form, 8)
+    assert same_bits(records.unpack_torch(packed, form, 32, 8, dtype), rt.round_trip(x, form, 8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
