@@ -558,10 +558,12 @@ class FastRunner:
     def _advance(self, current: PromptPass, layers: int | None) -> bool:
         if layers is None:
             return current.advance(None)
-        done: bool = self._stopwatch.time(
-            lambda: current.advance(layers),
-            lambda seconds: self.policy.saw_slice(current.num_rows, layers, seconds),
-        )
+
+        def tell(seconds: float) -> None:
+            if not done:  # the last slice may have fewer layers, or logits alone
+                self.policy.saw_slice(current.num_rows, layers, seconds)
+
+        done: bool = self._stopwatch.time(lambda: current.advance(layers), tell)
         return done
 
     def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:

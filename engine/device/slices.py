@@ -2,8 +2,10 @@
 
 A pass over a long chunk takes as long as many decode steps. It yields after every layer, and decode
 steps run in between: with a slice of s seconds between steps of d, streams see d + s instead of d.
-The host cannot stop a launch to look at a clock, so it works with a model of times: a decode step's,
-and a layer's per row, both measured on the device and smoothed.
+The host cannot stop a launch to look at a clock, so it works with what it has seen: times of decode
+steps and of layers, measured on the device. A layer of few rows takes as long as its weights take to
+read, so times are kept by size of the pass, and a pass of a size that was not seen begins with single
+layers. Layers differ; the longer ones count.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class SlicePolicy:
     def __init__(self, share: float = SHARE) -> None:
         self._share = share
         self._step: float | None = None  # seconds of a decode step
-        self._row: float | None = None  # seconds of one layer's work on one row
+        self._layer: dict[int, float] = {}  # seconds of a layer, by bits of the number of rows
 
     def saw_step(self, seconds: float) -> None:
         """Learn from a decode step."""
@@ -40,13 +42,16 @@ class SlicePolicy:
 
     def saw_slice(self, num_rows: int, layers: int, seconds: float) -> None:
         """Learn from some layers over a pass of so many rows."""
-        self._row = _smooth(self._row, seconds / (layers * num_rows))
+        size, layer = num_rows.bit_length(), seconds / layers
+        before = self._layer.get(size, layer)
+        self._layer[size] = max(layer, _smooth(before, layer))
 
     def layers(self, num_rows: int) -> int:
         """Layers of a pass of so many rows to run before the next decode step; at least one."""
-        if self._step is None or not self._row:
+        layer = self._layer.get(num_rows.bit_length())
+        if self._step is None or not layer:
             return 1
-        return max(1, int(self._share * self._step / (self._row * num_rows)))
+        return max(1, int(self._share * self._step / layer))
 
 
 @dataclass(frozen=True, slots=True)

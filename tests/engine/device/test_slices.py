@@ -30,6 +30,30 @@ def test_streams_keep_their_pace(step: float, row: float, rows: int, seen: int) 
     assert (layers + 1) * row * rows > SHARE * step * (1 - 1e-9)
 
 
+def test_a_pass_of_another_size_begins_with_single_layers() -> None:
+    """What many rows took says nothing of few, which wait for the same weights."""
+    policy = SlicePolicy()
+    policy.saw_step(0.003)
+    policy.saw_slice(1024, 1, 0.0033)
+
+    assert policy.layers(256) == 1
+    policy.saw_slice(256, 1, 0.0011)
+    assert policy.layers(200) == 1, "of another size"
+    assert policy.layers(300) == 4
+    assert policy.layers(1024) == 1
+
+
+def test_the_longer_layers_count() -> None:
+    """After a long layer short ones make slices longer only bit by bit."""
+    policy = SlicePolicy()
+    policy.saw_step(0.010)
+    policy.saw_slice(100, 1, 0.001)
+    policy.saw_slice(100, 1, 0.005)
+    assert policy.layers(100) == 3
+    policy.saw_slice(100, 1, 0.001)
+    assert policy.layers(100) == 3
+
+
 def test_it_follows_the_device() -> None:
     """When steps get faster, slices get shorter, after a few measurements."""
     policy = SlicePolicy()
