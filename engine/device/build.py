@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import importlib.util
@@ -192,6 +193,7 @@ def settle() -> None:
     gc.unfreeze()  # what was kept for an engine that is gone
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries that count their objects report them as leaks
 
 
 def free_memory() -> None:
