@@ -39,7 +39,7 @@ from engine import TINY_CHECKPOINT
 from engine.api import FinishReason, GenerateRequest, PrefillMode, SamplingParams, TokenDelta
 from engine.config import ModelConfig
 from engine.core import EngineCore
-from engine.device.build import settle
+from engine.device.build import free_memory, settle
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
@@ -451,8 +451,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ahead = {"launched": runner.num_launched, "ahead": runner.num_ahead}
         print(f"# {mode}: {ahead}, compiled late: {runner.compiles.late}", flush=True)
         del engine, runner
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def main() -> None:

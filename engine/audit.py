@@ -10,7 +10,6 @@ tables, audit.json with every number, one SVG plot per figure.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import html
 import platform
 import random
@@ -29,6 +28,7 @@ from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParam
 from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.core import EngineCore, load_engine
+from engine.device.build import free_memory
 from engine.expert_paging import experts_of
 from engine.options import EngineConfig
 from engine.plan.layout import Drafting
@@ -366,9 +366,8 @@ def _resident_mb() -> float:
 
 def _forget() -> None:
     """Free what a variant held before the next one is loaded."""
-    gc.collect()
+    free_memory()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
