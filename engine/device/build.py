@@ -37,6 +37,8 @@ from engine.resolve import Resolved, facts_of, resolve
 from engine.speculation import draft_tokens, drafting_of, speculation_problems
 
 logger = logging.getLogger(__name__)
+# What `settle` has kept is given back at exit: else libraries that count objects report leaks.
+atexit.register(gc.unfreeze)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,6 @@ def settle() -> None:
     gc.unfreeze()  # what was kept for an engine that is gone
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else libraries that count their objects report them as leaks
 
 
 def free_memory() -> None:
