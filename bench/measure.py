@@ -82,6 +82,7 @@ TEST_PARTS = (
     " --ignore=tests/engine/paging --ignore=tests/engine/qwen3 --ignore=tests/engine/replay",
 )
 QWEN = "bench.paged --geometry qwen3-30b-a3b"
+BEYOND = "bench.paged --geometry v4-flash-43l --warm 16"
 JOBS = (
     Job(
         "engine-v4",
@@ -93,7 +94,11 @@ JOBS = (
         ),
         180,
     ),
-    Job("paged", f"{QWEN} --slots 40 --baselines --out gpu-paged-qwen", 150),
+    Job(
+        "paged",
+        f"{QWEN} --slots 40 --batch 1,4 --steps 64 --baselines --check --out gpu-paged-qwen",
+        150,
+    ),
     Job(
         "engine-v41",
         engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
@@ -110,6 +115,12 @@ JOBS = (
         "bench.replay --geometry v41-40l --what many,cached --tail-buckets 128,512,1024"
         " --seconds 215 --out gpu-replay-v41-40l-many",
         230,
+    ),
+    Job(
+        "replay-many-128",
+        "bench.replay --geometry v41-40l --what many --many 16x32768x128x1 --prefill off,bounded"
+        " --tail-buckets 128 --context 33280 --out gpu-replay-v41-40l-many-128",
+        180,
     ),
     Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
@@ -145,12 +156,34 @@ JOBS = (
     ),
     Job(
         "paged-v4",
-        "bench.paged --geometry v4-flash-43l --slots 128 --resident-layers 30 --hit 0.9"
+        f"{BEYOND} --slots 128 --resident-layers 30 --hit 0.67,0.81,0.887,0.9,0.95"
         " --out gpu-paged-v4-flash-43l",
-        200,
+        110,
     ),
-    Job("zipf", f'{QWEN} --slots 16,24,32,48,64,96 --hit "" --zipf --out gpu-paged-zipf', 120),
-    Job("pages-in-prompts", f'{QWEN} --slots 64 --hit "" --prompt 8192 --out gpu-paged-prompt', 80),
+    Job("beyond", "bench.beyond --out gpu-beyond-v4-flash-43l", 130),
+    Job(
+        "sweep",
+        f'{QWEN} --slots 64,16,24,32,48,96 --hit "" --zipf --prompt 8192 --steps 64'
+        " --out gpu-paged-sweep-qwen",
+        110,
+    ),
+    Job(
+        "paged-v4-80gb",
+        f"{BEYOND} --slots 72 --resident-layers 10 --gpu-budget-gb 80 --hit 0.81,0.9,0.95"
+        " --steps 48 --out gpu-paged-v4-flash-43l-80gb",
+        130,
+    ),
+    Job(
+        "paged-fp8",
+        f"{QWEN} --slots 40 --fp8 --hit 0.5,0.81,0.9,0.95,0.99 --steps 64 --out gpu-paged-qwen-fp8",
+        100,
+    ),
+    Job(
+        "prefetch",
+        f"{QWEN} --slots 40 --hit 0.9 --prefetch 0.5,0.8,0.95 --steps 48"
+        " --out gpu-paged-prefetch-qwen",
+        90,
+    ),
     Job(
         "replay-v41-12l",
         "bench.replay --geometry v41-12l --what tails,ttft,chunks --prompt 1024,8192,32768"

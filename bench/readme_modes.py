@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bench.readme_cells import Read, met, spread
+from bench.readme_cells import Read, Row, met, spread
 
 #: prompt tokens -> TTFT relative to `off`: issue 6's targets for bounded and exact.
 RATIOS = {1024: (0.85, 1.02), 8192: (0.56, 0.68), 32768: (0.53, 0.56), 65536: (0.53, 0.54)}
 #: (prompts at once, tokens of each) -> issue 6's bound for the ratio of first tokens, and for the gain.
 MANY = {(16, 1024): (1.05, None), (16, 32768): (None, 1.7)}
+#: Files of prompts that come at once.
+REPLAY_MANY = ("gpu-replay-v41-40l-many", "gpu-replay-v41-40l-many-128")
 #: Rate of `off` at 8192 tokens, as a share of 790 TFLOP/s.
 RATE, OFF_SHARE = 790, 0.35
 #: hit rate -> tokens per second of Qwen3-30B with 40 of 61 GB off the GPU: issue 7's targets.
@@ -26,10 +28,15 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
     """Tables, each with the file it comes from."""
     return [
         (_replay(read), "gpu-replay-v41-40l"),
-        (_replay_many(read), "gpu-replay-v41-40l-many"),
+        *((_replay_many(read, name), name) for name in REPLAY_MANY),
         (_resident(read), "gpu-resident-qwen"),
         (_paged(read), "gpu-paged-qwen"),
+        (_in_fp8(read), "gpu-paged-qwen-fp8"),
+        (_sweep(read), "gpu-paged-sweep-qwen"),
         (_beyond(read), "gpu-paged-v4-flash-43l"),
+        (_smaller(read), "gpu-paged-v4-flash-43l-80gb"),
+        (_served(read), "gpu-beyond-v4-flash-43l"),
+        (_prefetch(read), "gpu-paged-prefetch-qwen"),
         (_speculation(read), "gpu-speculate-v41-8l"),
     ]
 
@@ -63,9 +70,9 @@ def _replay(read: Read) -> list[str]:
     return lines
 
 
-def _replay_many(read: Read) -> list[str]:
+def _replay_many(read: Read, name: str) -> list[str]:
     many = []
-    for r in read("gpu-replay-v41-40l-many"):
+    for r in read(name):
         if r["bench"] == "many" and r["mode"] == "bounded":
             most, least = MANY.get((r["batch"], r["prompt_tokens"]), (None, None))
             first = met(f"{r['ttft_ratio']:.3f}", most is not None and r["ttft_ratio"] <= most)
@@ -136,6 +143,37 @@ def _paged(read: Read) -> list[str]:
     return [*lines, "", "Other ways: " + "; ".join(others) + "."] if others else lines
 
 
+def _in_fp8(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-paged-qwen-fp8") if r["trace"] != "reuse 1.0"]
+    if not rows:
+        return []
+    text = "; ".join(
+        f"h {r['hit_rate']:.3f}: {r['tok_s']:.0f} ("
+        + met(f"{r['over_formula']:.2f}x", r["over_formula"] <= 1.15)
+        + ")"
+        for r in rows
+    )
+    return [f"The same with experts in FP8, tokens per second (to the formula): {text}."]
+
+
+def _sweep(read: Read) -> list[str]:
+    found = read("gpu-paged-sweep-qwen")
+    lines = []
+    rows = sorted((r for r in found if r.get("trace") == "zipf"), key=lambda r: r["slots"])
+    if rows:
+        text = "; ".join(f"K {r['slots']}: {r['tok_s']:.0f} at h {r['hit_rate']:.3f}" for r in rows)
+        lines.append(f"Choices drawn with weights 1 / rank, tokens per second by slots: {text}.")
+    for r in found:
+        if r["bench"] == "paged_prompt":
+            over = met(f"{r['over_longer']:.2f}x", r["over_longer"] <= LONGER)
+            lines.append(
+                f"A prompt of {r['prompt_tokens']} tokens at K = {r['slots']}: "
+                f"{r['ttft_ms']['median']:.0f} ms, {over} of the longer of copying "
+                f"({r['copy_ms']:.0f} ms) and computing ({r['compute_ms']:.0f} ms), target {LONGER}x."
+            )
+    return lines
+
+
 def _beyond(read: Read) -> list[str]:
     found = read("gpu-paged-v4-flash-43l")
     rows = [r for r in found if r["bench"] == "paged" and r["trace"] == "reuse 0.9"]
@@ -145,8 +183,43 @@ def _beyond(read: Read) -> list[str]:
     text = met(f"{row['tok_s']:.0f} tokens per second", row["tok_s"] >= BEYOND)
     return [
         f"V4-Flash whole, 43 layers (`v4-flash-43l`), {row['offloaded_gb']:.0f} GB of its experts off the "
-        f"GPU: {text} at a hit rate of {row['hit_rate']:.3f} (target {BEYOND}).",
+        f"GPU: {text} at a hit rate of {row['hit_rate']:.3f} (target {BEYOND}){_memory(row)}.",
     ]
+
+
+def _memory(row: Row) -> str:
+    """How long a start took, and what both sides held."""
+    return (
+        f"; ready in {row['load_s']:.0f} s, {row['pin_gb_s']:.1f} GB/s pinned, at most "
+        f"{row['gpu_peak_gb']:.0f} GB of the GPU and {row['host_peak_gb']:.0f} GB of the host"
+    )
+
+
+def _smaller(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-paged-v4-flash-43l-80gb") if r["trace"] != "reuse 1.0"]
+    if not rows:
+        return []
+    text = ", ".join(f"{r['tok_s']:.0f} at h {r['hit_rate']:.3f}" for r in rows)
+    return [f"The same within 80 GB of the GPU, tokens per second: {text}{_memory(rows[0])}."]
+
+
+def _served(read: Read) -> list[str]:
+    return [
+        f"Behind the gateway, `/v1/completions`, {r['new_tokens']} tokens: {r['tok_s']:.0f} tokens per "
+        f"second as the client sees them, at h {r['hit_rate']:.3f}{_memory(r)}."
+        for r in read("gpu-beyond-v4-flash-43l")
+    ]
+
+
+def _prefetch(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-paged-prefetch-qwen") if "prefetch_accuracy" in r]
+    if not rows:
+        return []
+    text = ", ".join(
+        f"{r['over_without']:.2f}x with {100 * r['prefetch_accuracy']:.0f} % right guesses"
+        for r in rows
+    )
+    return [f"Prefetch at {rows[0]['trace']}, tokens per second to those without: {text}."]
 
 
 def _speculation(read: Read) -> list[str]:

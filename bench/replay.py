@@ -237,7 +237,7 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
         mixed=args.chunk,
         tokens=max(args.tokens, args.context),
         tail_buckets=buckets,
-        buckets=(1, args.streams),
+        buckets=(args.streams,),
     )
     tail = engine.tail
     if tail is None:
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="1024,8192,32768,65536")
     parser.add_argument(
         "--many",
-        default="16x1024x1x7,16x32768x1x1,16x32768x128x1",
+        default="16x1024x1x7,16x32768x1x1",
         help="comma-separated: prompts x tokens x new tokens x repeats",
     )
     parser.add_argument("--cached", type=int, default=65536, help="tokens of the cached prompt")

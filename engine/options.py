@@ -23,7 +23,7 @@ GPU_MIXED_TOKENS = 1024
 #: Rows of decode steps that the fast runner prepares; others run in the next larger one.
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: Rows of prompts' tails that are captured: all for which it was measured to be faster.
-TAIL_BUCKETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+TAIL_BUCKETS = (128, 256, 384, 512, 768, 1024)
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
 
