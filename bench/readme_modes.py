@@ -18,6 +18,8 @@ PAGED = {0.9: 105, 0.95: 165, 0.99: 320}
 RESIDENT = {1: (450, 242), 4: (800, 621), 16: (1450, 1319), 64: (3700, 3635)}
 #: Milliseconds to the first token of 8192 tokens, resident; tokens per second beyond the GPU.
 RESIDENT_PROMPT, BEYOND = 158, 100
+#: A prompt over paged experts, in the longer of its copying and its computing.
+LONGER = 1.10
 WAYS = {
     "cpu": "misses computed on the CPU by torch at h = 0.9",
     "stream": "layers copied whole each step",
