@@ -22,6 +22,7 @@ torch here.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,7 @@ class Record:
         return -(-(self.scales_at + self.num_scales) // ALIGNMENT) * ALIGNMENT
 
 
+@functools.cache  # asked at every launch
 def record_of(form: Form, width: int, tail: int, itemsize: int) -> Record | None:
     """Give the layout of rows in a form, None for plain numbers.
 
