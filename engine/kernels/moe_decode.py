@@ -11,7 +11,7 @@ way.
 What bounds it beside the memory is the level-1 cache's data stage: rows of x come from there as
 often as a tile is multiplied, more bytes than the weights have. Hence several tiles at a time, and
 weights in stripes (engine.kernels.fp4), whose loads meet no bank conflicts. Slower on an H200 were
-four warps that share x or the columns, copies into shared memory, and kernels that overlap.
+four warps that share x and copies into shared memory; overlapping the two products gained nothing.
 """
 
 from __future__ import annotations
