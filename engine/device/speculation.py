@@ -107,6 +107,7 @@ class Speculation:
 
     def build(self) -> None:
         """Warm up and capture all batch sizes; every row pads meanwhile."""
+        self._pool.reset_slot(0)  # where a rehearsal may have left anything
         self.graphs.build()
 
     def plain_rows(self, chunks: Sequence[Chunk], draw_of: Mapping[int, Draw]) -> dict[int, str]:
