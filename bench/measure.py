@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,13 +86,18 @@ BEYOND = "bench.paged --geometry v4-flash-43l --warm 16"
 JOBS = (
     Job(
         "engine-v4",
+        engine("v4-flash-8l", "decode,cached,long,load", "gpu-engine-v4-flash-8l"),
+        180,
+    ),
+    Job(
+        "prompts-v4",
         engine(
             "v4-flash-8l",
-            "decode,ttft,beside,cached,long,load",
-            "gpu-engine-v4-flash-8l",
-            "--mixed 1024,2048",
+            "ttft,beside",
+            "gpu-prompts-v4-flash-8l",
+            "--batch 16 --mixed 1024,2048",
         ),
-        180,
+        120,
     ),
     Job(
         "paged",
@@ -101,8 +106,13 @@ JOBS = (
     ),
     Job(
         "engine-v41",
-        engine("v41-8l", "decode,ttft,beside,cached,long", "gpu-engine-v41-8l"),
-        170,
+        engine("v41-8l", "decode,cached,long", "gpu-engine-v41-8l"),
+        160,
+    ),
+    Job(
+        "prompts-v41",
+        engine("v41-8l", "ttft,beside", "gpu-prompts-v41-8l", "--batch 16 --mixed 1024,2048"),
+        120,
     ),
     Job(
         "replay",
@@ -211,8 +221,15 @@ class Run:
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def lane(self, gpu: int) -> None:
-        """Run commands on one GPU until none is left or the time is over."""
+    def lane(self, gpu: int, cores: Collection[int] = ()) -> None:
+        """Run commands on one GPU until none is left or the time is over.
+
+        Args:
+            gpu: its number.
+            cores: that commands may use, so that lanes do not slow one another; all by default.
+        """
+        if cores:
+            os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
         while True:
             with self.lock:
                 if not self.waiting:
@@ -268,6 +285,14 @@ class Run:
                 join_tests()
 
 
+def shares(cores: Sequence[int], count: int) -> list[list[int]]:
+    """Cores for each of some lanes, none twice; the same for all where there are too few."""
+    each = len(cores) // count
+    if not each:
+        return [list(cores)] * count
+    return [list(cores[i * each : (i + 1) * each]) for i in range(count)]
+
+
 def join_tests() -> None:
     """Put the logs of GPU tests into one file."""
     logs = sorted(LOGS.glob(f"{TESTS}*.log"))
@@ -301,7 +326,10 @@ def main() -> int:
         parser.error("expected an NVIDIA GPU, torch finds none")
     LOGS.mkdir(parents=True, exist_ok=True)
     work = Run(deque(jobs), time.monotonic() + 60 * args.minutes)
-    lanes = [threading.Thread(target=work.lane, args=(gpu,)) for gpu in range(gpus)]
+    lanes = [
+        threading.Thread(target=work.lane, args=(gpu, cores))
+        for gpu, cores in enumerate(shares(sorted(os.sched_getaffinity(0)), gpus))
+    ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     try:
         for lane in lanes:

@@ -28,7 +28,9 @@ def gpu(read: Read, source: Callable[[Row], str]) -> str:
     """Tables of all GPU figures there are; empty without any."""
     parts = [
         (_engine(read, "v4-flash-8l"), "gpu-engine-v4-flash-8l"),
+        (_prompts(read, "v4-flash-8l"), _prompts_file(read, "v4-flash-8l")),
         (_engine(read, "v41-8l"), "gpu-engine-v41-8l"),
+        (_prompts(read, "v41-8l"), _prompts_file(read, "v41-8l")),
         (_starts(read), "gpu-start"),
         (_ablation(read), "gpu-ablation-v4-flash-8l"),
         (_greedy(read), "gpu-greedy-tiny"),
@@ -51,8 +53,7 @@ def _engine(read: Read, shape: str) -> list[str]:
     """What the engine gives, beside the device's part of a step and vLLM's."""
     rows = read(f"gpu-engine-{shape}")
     steps = {r["batch"]: r for r in rows if r["bench"] == "decode" and r["prompt_tokens"] == 128}
-    firsts = {r["prompt_tokens"]: r for r in rows if r["bench"] == "ttft"}
-    if not steps and not firsts:
+    if not steps:
         return []
     device = {
         r["batch"]: r["ms_step"]["median"]
@@ -63,9 +64,9 @@ def _engine(read: Read, shape: str) -> list[str]:
     widths = "V4-Flash" if is_v4 else "V4.1"
     peer = " | vLLM 0.26.0" if is_v4 else ""
     lines = [
-        f"{widths} widths, 8 layers (`{shape}`), through the whole engine. A step: 128-token prompts, "
-        "256 new tokens, greedy; in brackets the device alone; bound: every weight that the step needs "
-        "and the KV read once at 4.43 TB/s. First tokens without the prefix cache:",
+        f"{widths} widths, 8 layers (`{shape}`), through the whole engine: 128-token prompts, 256 new "
+        "tokens, greedy; in brackets the device alone. Bound: every weight that the step needs and the "
+        "KV read once at 4.43 TB/s:",
         "",
         f"| | measured | target | of the bound{peer} |",
         "|---|---|---|---|" + ("---|" if is_v4 else ""),
@@ -83,13 +84,40 @@ def _engine(read: Read, shape: str) -> list[str]:
             tail = f" {theirs} |" if is_v4 else ""
             lines.append(f"| step at batch {batch}, ms | {text} | {target:.2f} | {share} |{tail}")
     lines += _long(rows, steps, is_v4)
+    loads = _load(rows)
+    return [*lines, "", *loads] if loads else lines
+
+
+def _prompts_file(read: Read, shape: str) -> str:
+    """The file that has a shape's rows of prompts: its own, or that of the whole engine."""
+    own = f"gpu-prompts-{shape}"
+    return own if read(own) else f"gpu-engine-{shape}"
+
+
+def _prompts(read: Read, shape: str) -> list[str]:
+    """First tokens, cached turns, and streams beside a prompt."""
+    rows = read(_prompts_file(read, shape))
+    cached = [r for r in read(f"gpu-engine-{shape}") if r["bench"] == "cached"]
+    firsts = {r["prompt_tokens"]: r for r in rows if r["bench"] == "ttft"}
+    is_v4 = shape.startswith("v4-")
+    body = []
     for length, target in PROMPTS.items():
         if length in firsts:
             first = firsts[length]["ttft_ms"]
             text = met(spread(first, 0), first["median"] <= target)
             tail = f" {target} |" if is_v4 else ""
-            lines.append(f"| first token of {length} tokens, ms | {text} | {target} | |{tail}")
-    return [*lines, *_cached(rows, is_v4), *_beside(rows, is_v4), "", *_load(rows)]
+            body.append(f"| first token of {length} tokens, ms | {text} | {target} |{tail}")
+    body += [*_cached(cached, is_v4), *_beside(rows, is_v4)]
+    if not body:
+        return []
+    head = "| measured | target |" + (" vLLM 0.26.0 |" if is_v4 else "")
+    return [
+        f"Prompts (`{shape}`), the prefix cache off but for cached turns:",
+        "",
+        f"| {head}",
+        "|---|---|---|" + ("---|" if is_v4 else ""),
+        *body,
+    ]
 
 
 def _long(rows: list[Row], steps: dict[int, Row], is_v4: bool) -> list[str]:
@@ -112,7 +140,7 @@ def _long(rows: list[Row], steps: dict[int, Row], is_v4: bool) -> list[str]:
 def _cached(rows: list[Row], is_v4: bool) -> list[str]:
     return [
         f"| first token after {r['cached_tokens']} cached and {r['new_prompt_tokens']} new tokens, ms | "
-        f"{met(spread(r['ttft_ms'], 0), r['ttft_ms']['median'] <= CACHED)} | {CACHED} | |"
+        f"{met(spread(r['ttft_ms'], 0), r['ttft_ms']['median'] <= CACHED)} | {CACHED} |"
         + (" |" if is_v4 else "")
         for r in rows
         if r["bench"] == "cached"
@@ -127,7 +155,7 @@ def _beside(rows: list[Row], is_v4: bool) -> list[str]:
             text = met(f"{r['itl_p99_ms']:.1f} ({ratio:.2f}x)", ratio <= BESIDE)
             lines.append(
                 f"| p99 between tokens of {r['batch']} streams beside a prompt of {r['prompt_tokens']}, whose "
-                f"first token takes {r['ttft_ms']:.0f} ms; ms (to the median alone) | {text} | {BESIDE:.0f}x | |"
+                f"first token takes {r['ttft_ms']:.0f} ms; ms (to the median alone) | {text} | {BESIDE:.0f}x |"
                 + (" |" if is_v4 else "")
             )
     return lines

@@ -88,11 +88,13 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Give the commit measured; "+changes" where the working tree differs from it.
 
-    A copy without git's folder, on a lent machine say, is named by the variable BATHYAL_COMMIT.
+    A copy without git's folder, or in another one's, is named by the variable BATHYAL_COMMIT.
     """
+    if named := os.environ.get("BATHYAL_COMMIT"):
+        return named
     short = _git("rev-parse", "--short=12", "HEAD")
     if short is None:
-        return os.environ.get("BATHYAL_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "--untracked-files=no", "engine", "gateway", "parsers")
     return short + ("+changes" if changed else "")
 

@@ -68,3 +68,10 @@ def test_every_command_can_be_chosen() -> None:
     assert len({job.name for job in measure.JOBS}) == len(measure.JOBS)
     with pytest.raises(SystemExit, match="beginning of one of engine-v4"):
         measure.chosen(["nothing"])
+
+
+def test_lanes_share_the_cores() -> None:
+    """Each lane has as many cores as any other and none has another one's."""
+    assert measure.shares(range(9), 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert measure.shares([3, 5], 1) == [[3, 5]]
+    assert measure.shares([7], 4) == [[7]] * 4
