@@ -2,7 +2,7 @@
 
     python -m bench.measure                  on all GPUs there are
     python -m bench.measure --minutes 9      what fits, in order of importance
-    python -m bench.measure --only tests     some of the commands, by the beginning of their names
+    python -m bench.measure --only tests     some of the commands, by name or its beginning, in this order
 
 Each command runs in a process of its own under a time limit and writes its rows as they come, so that
 whatever ends the run, what was measured is kept. Lanes take the next command when they are free; one
@@ -300,16 +300,22 @@ def join_tests() -> None:
 
 
 def chosen(only: Sequence[str]) -> list[Job]:
-    """Jobs whose name begins with one of some words; all for none.
+    """Jobs by name or by the beginning of names, in the order of the words; all for none.
 
     Raises:
         SystemExit: a word is the beginning of no name.
     """
+    if not only:
+        return list(JOBS)
+    found: dict[str, Job] = {}
     for word in only:
-        if not any(job.name.startswith(word) for job in JOBS):
+        named = [job for job in JOBS if job.name == word]
+        named = named or [job for job in JOBS if job.name.startswith(word)]
+        if not named:
             names = ", ".join(job.name for job in JOBS)
             raise SystemExit(f"--only: expected the beginning of one of {names}, got {word}")
-    return [job for job in JOBS if not only or job.name.startswith(tuple(only))]
+        found |= {job.name: job for job in named}
+    return list(found.values())
 
 
 def main() -> int:
@@ -319,7 +325,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=24 * 60, help="most that it may take")
     parser.add_argument("--gpus", type=int, default=0, help="how many to use; 0 for all")
-    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names of commands")
+    parser.add_argument("--only", nargs="*", default=[], help="names of commands, or beginnings")
     args = parser.parse_args()
     jobs, gpus = chosen(args.only), args.gpus or torch.cuda.device_count()
     if not gpus:

@@ -62,9 +62,10 @@ def test_logs_of_tests_are_joined(logs: Path) -> None:
 
 
 def test_every_command_can_be_chosen() -> None:
-    """Words choose by the beginning of a name, unknown ones are refused, and names are unique."""
+    """Words choose by name or its beginning, in their order; unknown ones are refused; names are unique."""
     assert [job.name for job in measure.chosen(["tests"])] == [f"tests-{n}" for n in range(1, 5)]
     assert measure.chosen([]) == list(measure.JOBS)
+    assert [job.name for job in measure.chosen(["start", "replay", "start"])] == ["start", "replay"]
     assert len({job.name for job in measure.JOBS}) == len(measure.JOBS)
     with pytest.raises(SystemExit, match="beginning of one of engine-v4"):
         measure.chosen(["nothing"])
