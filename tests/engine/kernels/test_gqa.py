@@ -130,3 +130,46 @@ def test_residual_and_norm_equal_their_twin(parts: int) -> None:
     found = gqa.add_norm_triton(h, summands, weight, 1e-6)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_decoding_at_real_widths(count: int) -> None:
+    """Qwen3-30B's heads in bfloat16, sequences of any length, called and replayed, twice each."""
+    torch.manual_seed(count)
+    heads, key_heads, dim, most = 32, 4, 128, 4096
+    starts = [(977 * i + 5) % 3000 if i else 2900 for i in range(count)]
+    blocks = most // 256
+    some = [
+        Chunk(str(i), i + 1, at, (1,), tuple(range(1 + i * blocks, 1 + (i + 1) * blocks)), True)
+        for i, at in enumerate(starts)
+    ]
+    rows, _ = build_rows(some, block_size=256, device=DEVICE)
+    rows = replace(rows, max_end=most, spans=())
+    qkv = rand(count, (heads + 2 * key_heads) * dim, dtype=torch.bfloat16)
+    norms = rand(dim).abs(), rand(dim).abs()
+    freqs = 1e6 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=DEVICE) / dim)
+    rope = rope_table(freqs, most)
+    keys, values = (
+        rand(1 + count * blocks, 256, key_heads, dim, dtype=torch.bfloat16) for _ in range(2)
+    )
+    pools = keys.clone(), values.clone()
+    wanted = gqa.decode_gqa_torch(qkv, *norms, 1e-6, rope, rows, *pools, heads=heads)
+
+    def call() -> torch.Tensor:
+        return gqa_decode.decode_gqa_triton(
+            qkv, *norms, 1e-6, rope, rows, keys, values, heads=heads
+        )
+
+    found = [call(), call()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = call()
+    for _ in range(2):
+        graph.replay()
+        found.append(replayed.clone())
+    for one in found:
+        torch.testing.assert_close(one, wanted, atol=2e-2, rtol=2e-2)
+        assert torch.equal(one, found[0])  # shares are added in order, whoever comes last
+    torch.testing.assert_close(keys, pools[0], atol=2e-2, rtol=2e-2)
+    assert torch.equal(values, pools[1])

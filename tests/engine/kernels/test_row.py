@@ -149,3 +149,47 @@ def test_equal_logits_take_the_lowest_experts() -> None:
     first = routing.experts[0].tolist()
     assert first == [first[0], first[0] + 3, first[0] + 6]
     assert first[0] < 3
+
+
+def far(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the difference, in that of what is wanted."""
+    difference = (found.float() - wanted.float()).square().mean().sqrt()
+    return float(difference / wanted.float().square().mean().sqrt())
+
+
+@pytest.mark.gpu
+def test_real_widths() -> None:
+    """A step's kernels of one row at Qwen3-30B's widths, bfloat16, against their twins."""
+    torch.manual_seed(0)
+    dtype, d, inner, heads = torch.bfloat16, 2048, 768, 4096
+    h, norm = rand(1, d, dtype=dtype), rand(d).abs().to(dtype)
+    qkv = Matrix("plain", rand(5120, d, dtype=dtype) * d**-0.5)
+    out = Matrix("plain", rand(d, heads, dtype=dtype) * heads**-0.5)
+    part = rand(1, 1, d)
+    kept, x = add_norm_torch(h, part, norm.float(), 1e-6)
+    found = norm_linear_row(h, part, norm, 1e-6, qkv)
+    assert far(found[0], kept) < 1e-3
+    assert far(found[1], linear_torch(x, qkv)) < 5e-3
+    o = rand(1, heads, dtype=dtype)
+    assert far(linear_row(o, out), linear_torch(o, out)) < 5e-3
+    gate = rand(128, d, dtype=dtype) * d**-0.5
+    for count in (1, 4, 16, 64):
+        rows, many = decode_rows(list(range(1, count + 1))), rand(count, d, dtype=dtype)
+        parts = rand(count, 3, d)
+        wanted = norm_route_torch(many, parts, norm.float(), 1e-6, gate, rows, k=8)
+        got = norm_route_triton(many, parts, norm, 1e-6, gate, rows, k=8)
+        assert far(got[1], wanted[1]) < 5e-3
+        same = (got[2].experts == wanted[2].experts).float().mean()
+        assert same > 0.97  # ties within rounding fall either way
+        grouped = group_torch(got[2].experts, 128)
+        assert torch.equal(got[2].tiles, grouped[1])
+        assert torch.equal(got[2].order, grouped[0])
+    w13 = Matrix("plain", rand(12, 2 * inner, d, dtype=dtype) * d**-0.5)
+    w2 = Matrix("plain", rand(12, d, inner, dtype=dtype) * inner**-0.5)
+    experts = torch.tensor([[3, 0, 11, 7, 5, 1, 9, 2]], dtype=torch.int32, device=DEVICE)
+    weights = torch.rand(1, 8, device=DEVICE)
+    routing = Routing(experts, weights, *group_torch(experts, 12))
+    parts = moe_torch(x, routing, w13, w2, None, None, limit=float("inf"), act_group=None)
+    assert far(experts_row(x, routing, w13, w2, limit=float("inf")), parts) < 5e-3
+    added = experts_row(x, routing, w13, w2, limit=float("inf"), summed=True)
+    assert far(added, parts.sum(1, keepdim=True)) < 5e-3
