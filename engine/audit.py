@@ -2,9 +2,10 @@
 
 Every variant is the engine as configured with one switch turned over, so that a row says what that
 part is worth here: graphs, fused kernels, lookahead, prefix cache, replay of prompts and graphs of
-their tails, speculation. Each is loaded alone, warmed up, and given the same prompts (random ids, or ids from a file), cold and then warm:
-the same prompts with a new end, as an agent's next turn has. Written to a folder: report.md with the
-tables, audit.json with every number, one SVG plot per figure.
+their tails, speculation, paged experts and their prefetch. Each is loaded alone, warmed up, and given
+the same prompts of random ids, cold and then warm: the same prompts with a new end, as an agent's next
+turn has. Written to a folder: report.md with the tables, audit.json with every number, one SVG plot
+per figure.
 """
 
 from __future__ import annotations
@@ -112,8 +113,15 @@ def variants(
             expert_host_gb=None,
             expert_prefetch=False,
         )
+        if options.expert_host_gb is None:  # experts in files cannot be brought in ahead
+            name = f"prefetch of experts {'off' if options.expert_prefetch else 'on'}"
+            found[name] = turned(expert_prefetch=not options.expert_prefetch)
     elif slots is not None and fast:
         found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)
+        # To be compared with the one before.
+        found[f"experts paged, {slots} slots, prefetch"] = turned(
+            expert_slots=slots, expert_prefetch=True
+        )
     if options.speculation != "off":
         found["speculation off"] = turned(speculation="off")
     elif drafter != "off" and fast:

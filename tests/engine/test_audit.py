@@ -89,10 +89,19 @@ def test_paging_is_a_switch() -> None:
     """Paged experts are compared with resident ones, whichever is configured; the reference has none."""
     fast = dataclasses.replace(OPTIONS, runner="fast")
     found = variants(fast, has_tail=False, slots=4)
-    assert found["experts paged, 4 slots"].expert_slots == 4
-    paged = dataclasses.replace(fast, expert_slots=4, resident_layers=1)
-    found = variants(paged, has_tail=False, slots=4)
+    paged = found["experts paged, 4 slots"]
+    assert paged == dataclasses.replace(fast, expert_slots=4)
+    ahead = found["experts paged, 4 slots, prefetch"]
+    assert ahead == dataclasses.replace(paged, expert_prefetch=True)
+    some = dataclasses.replace(paged, resident_layers=1)
+    found = variants(some, has_tail=False, slots=4)
     assert found["all experts resident"] == fast
+    assert found["prefetch of experts on"] == dataclasses.replace(some, expert_prefetch=True)
+    found = variants(ahead, has_tail=False, slots=4)
+    assert found["all experts resident"] == fast
+    assert found["prefetch of experts off"] == paged
+    files = dataclasses.replace(some, expert_host_gb=1)
+    assert not any("prefetch" in name for name in variants(files, has_tail=False, slots=4))
     assert not any("experts" in name for name in variants(OPTIONS, has_tail=False, slots=4))
 
 
