@@ -100,6 +100,7 @@ def make_speculating(
         drafting=drafting,
     )
     told.core = None  # while steps are made ready
+    told.draw.seed(0)
     runner = FastRunner(
         model,
         pool,
