@@ -249,7 +249,8 @@ def _fast(
 ) -> Built:
     gpu = None
     if device.type == "cuda":
-        gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        found = torch.cuda.get_device_properties(device)
+        gpu = Gpu(found.name, (found.major, found.minor), found.total_memory)
     has_triton = importlib.util.find_spec("triton") is not None
     check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
     if isinstance(config, Qwen3Config):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from engine.api import EngineError
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.expert_paging import problems
-from engine.memory import container_memory
+from engine.expert_paging import paging_of, problems
+from engine.memory import container_memory, plan_memory
 from engine.options import EngineConfig
 from engine.plan.replay import tail_problems
 from engine.speculation import drafting_of, low_taps, speculation_problems
@@ -30,10 +30,12 @@ class Gpu:
     Args:
         name: of the GPU.
         capability: compute capability.
+        nbytes: of its memory.
     """
 
     name: str
     capability: tuple[int, int]
+    nbytes: int
 
 
 class Refusals:
@@ -100,6 +102,8 @@ def check_fast(
         found.check(
             enough, "compute capability", seen=seen, accepted=f"{least} or above for FP8 kernels"
         )
+    if gpu is not None and isinstance(config, ModelConfig):
+        _check_memory(found, config, options, gpu)
     compress = config.compress_ratios if isinstance(config, ModelConfig) else ()
     ratios = sorted({ratio for ratio in compress if ratio})
     wrong = [ratio for ratio in ratios if options.block_size % ratio]
@@ -117,6 +121,28 @@ def check_fast(
         found.check(False, "tail_graphs", seen="on beside record_routing", accepted="off")
     found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
     found.raise_all("the fast runner")
+
+
+def _check_memory(found: Refusals, config: ModelConfig, options: EngineConfig, gpu: Gpu) -> None:
+    """Note that what the engine holds all the time exceeds the GPU.
+
+    That is a lower bound, weights and pools, so nothing is refused that would have fitted; what steps
+    and prompts take beside it `bathyal engine plan` counts or estimates.
+    """
+    itemsize = 4 if options.dtype == "float32" else 2
+    plan = plan_memory(config, options, itemsize=itemsize, budget=None, packed=True)
+    held = sum(item.nbytes for item in plan.items if item.owner in ("weights", "slots", "blocks"))
+    paging = paging_of(config, options, itemsize)
+    away = sum(max(0, paging.experts.count - k) for k in paging.slots.values())
+    held -= away * paging.experts.nbytes
+    found.check(
+        held <= gpu.nbytes,
+        "GPU memory",
+        seen=f"{held:,} bytes of weights and pools ({options.num_blocks} blocks,"
+        f" {options.resolve_num_slots()} slots of requests and snapshots)",
+        accepted=f"at most {gpu.nbytes:,} bytes, what {gpu.name} has; less num_blocks, max_num_seqs,"
+        " max_snapshots or expert_slots need less",
+    )
 
 
 def _check_tails(

@@ -88,7 +88,7 @@ def test_what_does_not_go_together_is_refused(
     config: ModelConfig, options: dict[str, Any], reason: str
 ) -> None:
     """Before weights are loaded, with what was seen and what is accepted."""
-    gpu = Gpu("NVIDIA H200", (9, 0))
+    gpu = Gpu("NVIDIA H200", (9, 0), 141 * 10**9)
     asked = dataclasses.replace(FAST, **options)
     with pytest.raises(EngineError) as raised:
         check_fast(config, asked, gpu, has_triton=True, buckets=DECODE_BUCKETS)

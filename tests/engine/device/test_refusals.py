@@ -12,11 +12,12 @@ import pytest
 from engine.api import EngineError
 from engine.config import ModelConfig
 from engine.device.refusals import Gpu, check_fast
+from engine.memory import plan_memory
 from engine.options import DECODE_BUCKETS, EngineConfig
 from tests.engine.model import build
 
 CONFIG = ModelConfig.from_dict(build.v41())
-H200 = Gpu("NVIDIA H200", (9, 0))
+H200 = Gpu("NVIDIA H200", (9, 0), 141 * 10**9)
 FUSED = EngineConfig(
     device="cuda", dtype="bfloat16", runner="fast", kernels="triton", graphs=True, block_size=128
 )
@@ -48,7 +49,7 @@ def test_what_can_be_served_is_not_refused() -> None:
         ({"gpu": None}, "kernels triton: expected an NVIDIA GPU, got the CPU"),
         ({"gpu": None}, "graphs on: expected an NVIDIA GPU, got the CPU"),
         (
-            {"gpu": Gpu("Old", (8, 0))},
+            {"gpu": Gpu("Old", (8, 0), H200.nbytes)},
             "compute capability: expected 8.9 or above for FP8 kernels, got Old with 8.0",
         ),
         (
@@ -103,11 +104,27 @@ def test_each_reason_says_what_was_seen_and_accepted(how: dict[str, Any], reason
     assert str(error.value).startswith("the fast runner cannot be built: ")
 
 
+def test_a_gpu_that_is_too_small_is_named_before_weights_are_loaded() -> None:
+    """Weights and pools are what the plan says they are; to the byte that much is enough."""
+    plan = plan_memory(CONFIG, FUSED, itemsize=2, budget=None, packed=True)
+    held = sum(item.nbytes for item in plan.items if item.owner in ("weights", "slots", "blocks"))
+    check(gpu=dataclasses.replace(H200, nbytes=held))
+    small = dataclasses.replace(H200, nbytes=held - 1)
+
+    with pytest.raises(
+        EngineError, match=f"GPU memory: expected at most {held - 1:,} .* got {held:,}"
+    ):
+        check(gpu=small)
+    check(gpu=small, options=dataclasses.replace(FUSED, max_snapshots=1))
+    # Experts that the host holds are not in the way.
+    check(gpu=small, options=dataclasses.replace(FUSED, expert_slots=3))
+
+
 def test_all_reasons_come_at_once() -> None:
     """Nobody mends one thing only to hear of the next."""
     options = dataclasses.replace(FUSED, block_size=3)
 
     with pytest.raises(EngineError) as error:
-        check(options=options, gpu=Gpu("Old", (7, 5)), has_triton=False, buckets=())
+        check(options=options, gpu=Gpu("Old", (7, 5), H200.nbytes), has_triton=False, buckets=())
 
     assert str(error.value).count("expected") == 4
