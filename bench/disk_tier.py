@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from bench.rows import make_rows, spread, write_rows
 from engine.kernels.formats import Matrix
 from engine.model.disktier import HostCache
-from engine.model.experts import ExpertLayout
+from engine.model.expert_layout import ExpertLayout
 
 FILE_EXPERTS = 16  # of one file
 MISSES = (0.001, 0.01, 0.05)

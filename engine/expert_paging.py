@@ -19,7 +19,7 @@ from engine.qwen3_config import Qwen3Config
 GB = 10**9
 #: Most bytes of one of the two buffers that experts of long prompts pass through.
 BUFFER_BYTES = 300_000_000
-#: Tensors of an expert begin at multiples of this many bytes (engine.model.experts).
+#: Tensors of an expert begin at multiples of this many bytes (engine.model.expert_layout).
 ALIGNMENT = 256
 
 

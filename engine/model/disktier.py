@@ -24,7 +24,7 @@ from engine.model.hostmem import HostBuffer
 from engine.plan.residency import Residency
 
 if TYPE_CHECKING:
-    from engine.model.experts import ExpertLayout
+    from engine.model.expert_layout import ExpertLayout
 
 #: One expert's matrices, on the host.
 Read = Callable[[int], tuple[Matrix, ...]]

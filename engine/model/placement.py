@@ -11,8 +11,9 @@ import torch
 from engine.api import EngineError
 from engine.kernels.formats import Matrix
 from engine.model.disktier import HostCache
+from engine.model.expert_layout import ExpertLayout
 from engine.model.expert_stream import ExpertStream
-from engine.model.experts import ExpertLayout, Experts, PagedExperts, ResidentExperts
+from engine.model.experts import Experts, PagedExperts, ResidentExperts
 from engine.model.hostmem import HostBuffer
 
 #: Threads that fill a store; what they do is copying, outside the interpreter.

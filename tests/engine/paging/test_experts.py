@@ -13,7 +13,8 @@ from engine.kernels.fp4 import stored_codes, stored_scales
 from engine.kernels.ops import Ops, ops
 from engine.kernels.router import Routing
 from engine.model import hostmem
-from engine.model.experts import ExpertLayout, PagedExperts, ResidentExperts
+from engine.model.expert_layout import ExpertLayout
+from engine.model.experts import PagedExperts, ResidentExperts
 from engine.model.hostmem import HostBuffer
 from engine.model.placement import Placement
 from engine.model.quant import quantise_fp4, quantise_fp8

@@ -16,7 +16,8 @@ from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.ops import ops
 from engine.kernels.router import Routing
 from engine.model import quantised
-from engine.model.experts import ExpertLayout, PagedExperts
+from engine.model.expert_layout import ExpertLayout
+from engine.model.experts import PagedExperts
 from engine.model.packed import join
 from engine.model.placement import Placement
 from engine.model.quantised import read_linear, repack_experts, repacker
