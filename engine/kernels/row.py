@@ -1,9 +1,9 @@
 """Products of one row with plain weights (twins: linear_torch, moe_torch).
 
-A single row meets each weight once, so there is nothing to share and no use for tensor cores. A
-program asks for all of its few weight rows at once and keeps them in registers; whatever does not
-depend on the kernel before (dense weights; which experts, for their second product) is on its way
-before that kernel has ended.
+A single row meets each weight once, so there is nothing to share and no use for tensor cores. Dense
+weights do not depend on the kernel before: a program asks for all of its few rows of them before that
+kernel has ended, and keeps them in registers. Which experts come next does depend on it; their programs
+are small enough for all of them to run at once.
 """
 
 from __future__ import annotations
