@@ -58,10 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tail-graphs", action="store_true", help="count captured tails of bounded prompts"
     )
     plan.add_argument(
+        "--paged", action="store_true", help="give experts slots, the same in every paged layer"
+    )
+    plan.add_argument(
         "--trace", type=Path, metavar="FILE", help="routing trace: give experts their slots by it"
     )
     plan.add_argument(
-        "--out", type=Path, metavar="FILE", help="of --trace: write each layer's slots"
+        "--out", type=Path, metavar="FILE", help="of --paged or --trace: write each layer's slots"
     )
     audit = commands.add_parser("audit", help="measure what each part of the engine gains here")
     audit.add_argument("--model", type=Path, metavar="DIR", default=TINY_CHECKPOINT)
@@ -177,14 +180,14 @@ def _plan(args: argparse.Namespace) -> int:
     for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
         if value is not None and not 0 < value < 1e6:
             raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
-    if args.trace is not None:
+    if args.paged or args.trace is not None:
         return _plan_slots(args)
     if args.out is not None:
-        raise ValueError("--out: expected --trace beside it, got none")
+        raise ValueError("--out: expected --paged or --trace beside it, got none")
     config = read_config(args.model)
     if not isinstance(config, ModelConfig):
         raise ValueError(
-            "--trace: expected for this architecture, whose plan is of slots; got none"
+            "--paged: expected for this architecture, whose plan is of slots; got none"
         )
     if args.tail_graphs and args.gpu_gb is None:
         raise ValueError("--tail-graphs: expected --gpu-gb beside it, got none")
@@ -227,14 +230,15 @@ def _plan_slots(args: argparse.Namespace) -> int:
     host = limit if args.host_gb is None else int(args.host_gb * 1e9)
     if host is None or args.gpu_gb is None:
         flag = "--host-gb" if host is None else "--gpu-gb"
-        raise ValueError(f"{flag}: expected gigabytes beside --trace, got none")
+        raise ValueError(f"{flag}: expected gigabytes for a plan of slots, got none")
     wish = Wish(
         gpu_bytes=int(args.gpu_gb * 1e9),
         host_bytes=host,
         context=args.context or config.max_position_embeddings,
         concurrency=args.concurrency or EngineConfig().max_num_seqs,
     )
-    for line in report(config, read_trace(args.trace), wish, args.out):
+    trace = None if args.trace is None else read_trace(args.trace)
+    for line in report(config, trace, wish, args.out):
         print(line)
     return 0
 

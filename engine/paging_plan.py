@@ -1,9 +1,10 @@
-"""`bathyal engine plan --trace`: how many slots each layer's experts get, and what that costs.
+"""`bathyal engine plan --paged`: how many slots each layer's experts get, and what that costs.
 
 The GPU is split between what every token needs (weights that are not routed experts, KV for the
 context and concurrency asked for, buffers of decode steps), a reserve, and slots; what is left for
-slots goes to the layers where the recorded routing misses most (engine.plan.paging). The table says
-what more or less context or concurrency would cost in misses. Loads no torch.
+slots goes to the layers where the recorded routing misses most (engine.plan.paging), or in equal parts
+to all where none was recorded. The table says what more or less context or concurrency would cost, in
+slots and in misses. Loads no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.config import ModelConfig
 from engine.expert_paging import Experts, buffer_experts, experts_of, write_slots
 from engine.memory import RESERVE, plan_memory
 from engine.options import EngineConfig
-from engine.plan.paging import SlotPlan, solve
+from engine.plan.paging import SlotPlan, even, solve
 from engine.qwen3_config import Qwen3Config
 from engine.routing_trace import RoutingTrace
 
@@ -145,22 +146,22 @@ class Answer:
     disk_bytes: int = 0
 
 
-def answer(config: AnyConfig, trace: RoutingTrace, wish: Wish) -> Answer:
+def answer(config: AnyConfig, trace: RoutingTrace | None, wish: Wish) -> Answer:
     """Solve for one wish; where the host has too little room, with files as the third tier."""
     experts = experts_of(config, ITEMSIZE)
     found = split(config, wish)
     gpu = max(0, found.experts) // experts.nbytes
     host = wish.host_bytes // experts.nbytes
-    routing = trace.decode_steps()
+    routing = None if trace is None else trace.decode_steps()
 
     def slots(host_experts: int) -> SlotPlan:
-        return solve(
-            routing,
-            num_experts=experts.count,
-            per_row=experts.per_row,
-            gpu_experts=gpu,
-            host_experts=host_experts,
-        )
+        sizes = {
+            "num_experts": experts.count,
+            "per_row": experts.per_row,
+            "gpu_experts": gpu,
+            "host_experts": host_experts,
+        }
+        return even(experts.layers, **sizes) if routing is None else solve(routing, **sizes)
 
     try:
         return Answer(wish, found, slots(host))
@@ -192,15 +193,24 @@ def check_trace(trace: RoutingTrace, experts: Experts) -> None:
         raise EngineError(f"trace: expected decode steps of every layer, got {fewest} in one")
 
 
-def report(config: AnyConfig, trace: RoutingTrace, wish: Wish, out: Path | None) -> Iterator[str]:
+def report(
+    config: AnyConfig, trace: RoutingTrace | None, wish: Wish, out: Path | None
+) -> Iterator[str]:
     """Give the lines of the command; writes the slots if `out` says where.
+
+    Args:
+        config: of the model.
+        trace: routing that was recorded; None for as many slots in every paged layer.
+        wish: of the user.
+        out: file for `expert_slots_file`.
 
     Raises:
         EngineError: the trace is of another model, or nothing fits.
         OSError: the file cannot be written.
     """
     experts = experts_of(config, ITEMSIZE)
-    check_trace(trace, experts)
+    if trace is not None:
+        check_trace(trace, experts)
     own = answer(config, trace, wish)
     yield (
         f"experts   {experts.layers} layers of {experts.count}, {experts.nbytes:,} bytes each,"
@@ -225,7 +235,10 @@ def report(config: AnyConfig, trace: RoutingTrace, wish: Wish, out: Path | None)
     if own.why:
         yield f"files     {own.disk_bytes:>18,}  the host has no room for them: {own.why}"
     yield from _layers(plan)
-    yield f"hit rate  {plan.hit_rate:.4f} of {plan.lookups:,} lookups of the trace"
+    if trace is None:
+        yield "hit rate  not known without --trace"
+    else:
+        yield f"hit rate  {plan.hit_rate:.4f} of {plan.lookups:,} lookups of the trace"
     yield f"captured  decode steps of up to {_captured(plan, experts)} requests"
     yield ""
     yield "context  requests  kv GB  slots GB  layers whole  hit rate  MB a step  ms a step"
@@ -261,7 +274,7 @@ def _captured(plan: SlotPlan, experts: Experts) -> str:
     return str(min(paged) // experts.per_row) if paged else "any number of"
 
 
-def _row(config: AnyConfig, trace: RoutingTrace, wish: Wish) -> str:
+def _row(config: AnyConfig, trace: RoutingTrace | None, wish: Wish) -> str:
     head = f"{wish.context:>7}  {wish.concurrency:>8}"
     try:
         found = answer(config, trace, wish)
@@ -271,12 +284,12 @@ def _row(config: AnyConfig, trace: RoutingTrace, wish: Wish) -> str:
     if found.plan is None:
         return f"{head}  {kv}  does not fit"
     plan, nbytes = found.plan, experts_of(config, ITEMSIZE).nbytes
+    whole = sum(k == plan.num_experts for k in plan.slots)
+    files = f"  {found.disk_bytes / 1e9:.1f} GB in files" if found.why else ""
+    head = f"{head}  {kv}  {plan.gpu_experts * nbytes / 1e9:>8.1f}  {whole:>12}"
+    if trace is None:
+        return f"{head}  {'-':>8}  {'-':>9}  {'-':>9}{files}"
     # layers have about as many steps as each other
     steps = max(1, min(len(steps) for steps in trace.decode_steps()))
     moved = plan.misses / steps * nbytes
-    whole = sum(k == plan.num_experts for k in plan.slots)
-    files = f"  {found.disk_bytes / 1e9:.1f} GB in files" if found.why else ""
-    return (
-        f"{head}  {kv}  {plan.gpu_experts * nbytes / 1e9:>8.1f}  {whole:>12}"
-        f"  {plan.hit_rate:>8.4f}  {moved / 1e6:>9.1f}  {moved / BUS * 1e3:>9.3f}{files}"
-    )
+    return f"{head}  {plan.hit_rate:>8.4f}  {moved / 1e6:>9.1f}  {moved / BUS * 1e3:>9.3f}{files}"

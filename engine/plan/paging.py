@@ -1,7 +1,7 @@
-"""How many GPU slots each layer's experts get: the solver behind `bathyal engine plan --trace`.
+"""How many GPU slots each layer's experts get: the solver behind `bathyal engine plan --paged`.
 
 A layer either has all E experts on the GPU and none on the host, or K slots on the GPU and all E on
-the host. What K is worth in a layer follows from the routing that was recorded: one pass over it
+the host. Without a trace all paged layers get the same. What K is worth in a layer follows from the routing that was recorded: one pass over it
 gives the hits of a least-recently-used table of every size at once (stack distances). Pure integers
 (issue 7).
 """
@@ -104,14 +104,7 @@ def solve(
     curves = [lru_hits(steps, num_experts) for steps in routing]
     layers = len(curves)
     lookups = sum(curve[-1] for curve in curves)
-    most_paged = min(layers, host_experts // num_experts)
-    least = (layers - most_paged) * num_experts + most_paged * per_row
-    if gpu_experts < least:
-        raise EngineError(
-            f"experts: {layers} layers of {num_experts}: expected room on the GPU for {least} "
-            f"({layers - most_paged} whole layers, {per_row} slots in each of {most_paged}), got "
-            f"{gpu_experts}; the host has room for {host_experts}"
-        )
+    most_paged = _most_paged(layers, num_experts, per_row, gpu_experts, host_experts)
     best: SlotPlan | None = None
     # Layers whose misses at the same share of slots are most are kept whole first.
     share = max(per_row, gpu_experts // max(layers, 1))
@@ -129,6 +122,52 @@ def solve(
             best = SlotPlan(tuple(slots), num_experts, lookups - hits, lookups)
     assert best is not None
     return best
+
+
+def even(
+    layers: int, *, num_experts: int, per_row: int, gpu_experts: int, host_experts: int
+) -> SlotPlan:
+    """Give every paged layer as many slots as the next: what can be said without a trace.
+
+    Layers that the host has no room for are whole, the first ones; where all could be, all are.
+
+    Args:
+        layers: L.
+        num_experts: as in solve.
+        per_row: as in solve.
+        gpu_experts: as in solve.
+        host_experts: as in solve.
+
+    Returns:
+        slots; misses and lookups are 0, since nothing was recorded.
+
+    Raises:
+        EngineError: as in solve.
+    """
+    most_paged = _most_paged(layers, num_experts, per_row, gpu_experts, host_experts)
+    whole = layers - most_paged
+    left = gpu_experts - whole * num_experts
+    each = min(num_experts, left // most_paged) if most_paged else 0
+    return SlotPlan((num_experts,) * whole + (each,) * most_paged, num_experts, 0, 0)
+
+
+def _most_paged(
+    layers: int, num_experts: int, per_row: int, gpu_experts: int, host_experts: int
+) -> int:
+    """Layers that the host has room for.
+
+    Raises:
+        EngineError: the GPU has none for the others and the least slots of these.
+    """
+    most_paged = min(layers, host_experts // num_experts)
+    least = (layers - most_paged) * num_experts + most_paged * per_row
+    if gpu_experts < least:
+        raise EngineError(
+            f"experts: {layers} layers of {num_experts}: expected room on the GPU for {least} "
+            f"({layers - most_paged} whole layers, {per_row} slots in each of {most_paged}), got "
+            f"{gpu_experts}; the host has room for {host_experts}"
+        )
+    return most_paged
 
 
 def _spend(curves: Sequence[Sequence[int]], slots: list[int], left: int, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""`bathyal engine plan --trace`: traces are checked, slots fit, and more slots never miss more."""
+"""`bathyal engine plan --paged` and `--trace`: traces are checked, slots fit, and more slots never miss more."""
 
 from __future__ import annotations
 
@@ -167,6 +167,31 @@ def test_command_writes_what_the_engine_takes(
     assert greedy(served, [[5, 6, 7], [9] * 20], 10) == tokens
 
 
+def test_without_a_trace_paged_layers_have_as_many_slots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the host has no room for stays whole; no hit rate is claimed; the engine takes the file."""
+    path, slots = write_qwen(tmp_path / "m"), tmp_path / "slots"
+    config = read_config(path)
+    nbytes = experts_of(config, ITEMSIZE).nbytes
+    fixed = split(config, Wish(10**9, 0, 96, 4))
+    gpu_gb = (10**9 - fixed.experts - fixed.reserve + 15.5 * nbytes) / (1 - RESERVE) / 1e9
+    host_gb = 16.5 * nbytes / 1e9  # two of three layers
+    asked = ["plan", "--model", str(path), "--paged", "--out", str(slots), "--gpu-gb", str(gpu_gb),
+             "--host-gb", str(host_gb), "--context", "96", "--concurrency", "4"]  # fmt: skip
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "hit rate  not known without --trace" in told
+    assert "layer 0           8 slots, whole on the GPU" in told
+    assert "layer 1-2         3 slots" in told
+    (own,) = (line.split() for line in told.splitlines() if line.split()[:2] == ["96", "4"])
+    assert own[4:] == ["1", "-", "-", "-"]
+    assert slots.read_text().split() == ["8", "3", "3"]
+    resident, served = load(path), load(path, expert_slots_file=slots)
+    prompts = [[5, 6, 7], [9] * 20]
+    assert greedy(served, prompts, 6) == greedy(resident, prompts, 6)
+
+
 def test_a_host_that_is_too_small_leaves_the_rest_to_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +224,6 @@ def test_a_trace_of_another_model_is_refused(
     assert main([*asked, "--gpu-gb", "1"]) == 2
     assert "expected decode steps of every layer, got 0" in capsys.readouterr().err
     assert main(asked) == 2
-    assert "--gpu-gb: expected gigabytes beside --trace, got none" in capsys.readouterr().err
+    assert "--gpu-gb: expected gigabytes for a plan of slots, got none" in capsys.readouterr().err
     assert main(["plan", "--model", str(path), "--gpu-gb", "1"]) == 2
-    assert "--trace: expected for this architecture" in capsys.readouterr().err
+    assert "--paged: expected for this architecture" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine.api import EngineError
-from engine.plan.paging import lru_hits, solve
+from engine.plan.paging import even, lru_hits, solve
 from engine.plan.residency import Residency
 
 E = 5
@@ -69,3 +69,21 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
     """The message says what room was expected, and what there is."""
     with pytest.raises(EngineError, match=r"expected room on the GPU for 12 .* got 11"):
         solve([[[0, 1]]] * 3, num_experts=8, per_row=2, gpu_experts=11, host_experts=17)
+
+
+@given(st.integers(1, 4), st.integers(1, E), st.integers(0, 4 * E), st.integers(0, 4 * E))
+def test_even_slots_use_the_room_there_is(layers: int, k: int, gpu: int, host: int) -> None:
+    """Neither side is exceeded, paged layers are alike and no slot more for each would fit."""
+    try:
+        plan = even(layers, num_experts=E, per_row=k, gpu_experts=gpu, host_experts=host)
+    except EngineError:
+        paged = min(layers, host // E)
+        assert gpu < (layers - paged) * E + paged * k
+        return
+    paged = [slots for slots in plan.slots if slots < E]
+    assert len(plan.slots) == layers
+    assert plan.gpu_experts <= gpu
+    assert plan.host_experts <= host
+    assert len(set(paged)) <= 1
+    assert all(slots >= k for slots in plan.slots)
+    assert not paged or plan.gpu_experts + len(paged) > gpu
