@@ -70,11 +70,6 @@ class Paging:
     host_bytes: int | None
 
     @property
-    def store_nbytes(self) -> int:
-        """Bytes of the paged layers' experts."""
-        return len(self.slots) * self.experts.count * self.experts.nbytes
-
-    @property
     def host_nbytes(self) -> int:
         """Bytes of them that the host holds."""
         return len(self.slots) * self.host_rows * self.experts.nbytes

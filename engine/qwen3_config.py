@@ -55,11 +55,6 @@ class Qwen3Config:
     eos_token_ids: tuple[int, ...]
     quantisation: Quantisation | None = None
 
-    @property
-    def queries_per_key(self) -> int:
-        """Query heads that share a key head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
     @classmethod
     def from_file(cls, path: Path | str) -> Qwen3Config:
         """Read config.json, or the config.json of a folder.
