@@ -183,6 +183,8 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
         try:
             engine = load_engine(path, changed)
         except EngineError as error:
+            if changed == options:  # there is nothing to compare with
+                raise
             skipped[name] = str(error)
             say(f"{name}: cannot be loaded: {error}")
             continue

@@ -79,6 +79,13 @@ def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
         audit(checkpoint, OPTIONS, Load((20,), (5,), 3, 1))
 
 
+def test_a_configuration_that_cannot_be_loaded_is_an_error(checkpoint: Path) -> None:
+    """Variants that cannot be loaded are left out with the reason, but not what they are compared with."""
+    wrong = dataclasses.replace(OPTIONS, runner="fast", graphs=True)
+    with pytest.raises(EngineError, match="graphs on: expected an NVIDIA GPU, got the CPU"):
+        audit(checkpoint, wrong, LOAD, say=lambda line: None)
+
+
 def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers that are none exit with 2 and the flag's name."""
     assert main(["audit", "--lengths", "12,x"]) == 2
