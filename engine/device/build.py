@@ -86,11 +86,16 @@ def build(path: Path, options: EngineConfig) -> Built:
         torch.set_num_threads(options.cpu_threads)
     device = torch.device(options.device)
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
-    if options.runner == "fast" or not isinstance(config, ModelConfig):
-        built = _fast(path, config, options, device, dtype)
-    else:
-        _check_reference(config, options)
-        built = _reference(path, config, options, device, dtype)
+    try:
+        if options.runner == "fast" or not isinstance(config, ModelConfig):
+            built = _fast(path, config, options, device, dtype)
+        else:
+            _check_reference(config, options)
+            built = _reference(path, config, options, device, dtype)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"the engine does not fit into memory: {error}; bathyal engine plan says who gets what"
+        ) from None
     logger.info(
         "engine ready: weights in %.1f s, pools and decode steps in %.1f s",
         built.load_seconds,

@@ -356,6 +356,19 @@ def test_a_failed_build_brings_the_old_weights_back(
     assert run(core, REQUESTS[:1]) == before
 
 
+def test_memory_that_runs_out_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that does not fit says so, and where to look."""
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr("engine.device.build._pool", full)
+    with pytest.raises(
+        EngineError, match="into memory: tried to allocate 2 GiB; bathyal engine plan"
+    ):
+        load_engine(checkpoint, OPTIONS)
+
+
 def test_a_missing_gpu_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for cuda where there is none, the engine says so."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
