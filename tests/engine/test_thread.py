@@ -10,9 +10,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,99 +19,25 @@ from engine.api import (
     EngineDeadError,
     EngineError,
     FinishReason,
-    GenerateRequest,
     PromptTooLongError,
-    SamplingParams,
     TokenDelta,
 )
 from engine.core import EngineCore
-from engine.options import EngineConfig
 from engine.plan.scheduler import Scheduler
 from engine.plan.step import StepPlan
 from engine.thread import EngineThread, Sink
-from tests.engine.hash_model import HashRunner, next_logits
-
-VOCAB = 40
-CONTEXT = 64
-PATIENCE = 30.0  # seconds after which a test that hangs fails
-
-
-def make_core(before_run: Callable[[StepPlan], None] | None = None) -> EngineCore:
-    options = EngineConfig(block_size=4, num_blocks=40, max_num_seqs=4, max_batched_tokens=16)
-    runner = HashRunner(
-        vocab_size=VOCAB,
-        num_blocks=41,
-        block_size=4,
-        num_slots=options.resolve_num_slots(),
-        before_run=before_run,
-    )
-    return EngineCore(runner, options, max_position_embeddings=CONTEXT)
-
-
-def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5) -> GenerateRequest:
-    return GenerateRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-
-
-def alone(r: GenerateRequest) -> list[int]:
-    sequence = list(r.prompt_ids)
-    for _ in range(r.sampling.max_tokens):
-        sequence.append(int(next_logits(sequence, VOCAB).argmax()))
-    return sequence[len(r.prompt_ids) :]
-
-
-class Gate:
-    """Holds the engine inside a step until it is opened."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.open = threading.Event()
-
-    def __call__(self, plan: StepPlan) -> None:
-        self.entered.set()
-        assert self.open.wait(PATIENCE)
-
-
-class Client:
-    """Deltas of one request on the running loop."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.ended = asyncio.Event()
-        self.sink = Sink(asyncio.get_running_loop(), self.take)
-
-    def take(self, delta: TokenDelta) -> None:
-        assert not self.ended.is_set(), "nothing follows the last delta"
-        self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.token_ids]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come true")
-
-
-def run(thread: EngineThread, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario on a loop beside a started engine, and stop the engine."""
-    try:
-        asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
-    finally:
-        thread.stop()
-    assert not thread.alive
-
-
-def started(before_run: Callable[[StepPlan], None] | None = None) -> EngineThread:
-    thread = EngineThread(lambda: make_core(before_run))
-    thread.start()
-    return thread
+from tests.engine.threads import (
+    PATIENCE,
+    VOCAB,
+    Client,
+    Gate,
+    alone,
+    eventually,
+    make_core,
+    request,
+    run,
+    started,
+)
 
 
 def test_many_requests_each_get_their_own_tokens() -> None:
@@ -502,110 +426,5 @@ def test_random_load_loses_and_crosses_nothing(seed: int) -> None:
         stats = thread.stats()
         assert stats.free_blocks == stats.total_blocks
         assert stats.alive
-
-    run(thread, scenario)
-
-
-class Sourced(EngineCore):
-    """An engine whose update is a note of when it came."""
-
-    updated: list[tuple[int, list[str]]]
-
-    def update_weights(self, path: Path, *, in_place: bool = False) -> Any:
-        if in_place:
-            return super().update_weights(path, in_place=True)
-        assert not self.has_work
-        if path.name == "broken":
-            raise EngineError("a broken checkpoint")
-        if path.name == "fatal":
-            raise MemoryError
-        self.updated.append((self.stats().steps, []))
-        return SimpleNamespace(load_seconds=1.5, ready_seconds=0.25)
-
-
-def make_sourced(before_run: Callable[[StepPlan], None] | None = None) -> Sourced:
-    core = make_core(before_run)
-    core.__class__ = Sourced
-    assert isinstance(core, Sourced)
-    core.updated = []
-    return core
-
-
-def test_an_update_waits_for_what_was_begun_and_holds_up_what_comes() -> None:
-    """Old requests end with the old weights, new ones begin with the new; aborted ones never do."""
-    gate = Gate()
-    cores: list[Sourced] = []
-
-    def load() -> EngineCore:
-        cores.append(make_sourced(gate))
-        return cores[0]
-
-    thread = EngineThread(load)
-    thread.start()
-
-    async def scenario() -> None:
-        old, new, gone = Client(), Client(), Client()
-        thread.submit(request("old"), old.sink)
-        await asyncio.to_thread(gate.entered.wait, PATIENCE)
-        done = thread.update_weights(Path("new"))
-        broken = thread.update_weights(Path("broken"))
-        refused = thread.update_weights(Path("new"), in_place=True)
-        thread.submit(request("new"), new.sink)
-        thread.submit(request("gone"), gone.sink)
-        thread.abort("gone")
-        gate.open.set()
-        assert await asyncio.wrap_future(done) == 1.75
-        with pytest.raises(EngineError, match="a broken checkpoint"):
-            await asyncio.wrap_future(broken)
-        with pytest.raises(EngineError, match="cannot be written in place"):
-            await asyncio.wrap_future(refused)
-        await new.ended.wait()
-        await eventually(old.ended.is_set)
-        assert (old.tokens, new.tokens) == (alone(request("old")), alone(request("new")))
-        assert gone.deltas == []
-        assert cores[0].updated == [(5, [])], "after the five steps of the old request"
-
-    run(thread, scenario)
-
-
-def test_an_update_that_takes_the_weights_with_it_ends_the_thread(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Where nothing is left to serve with, everybody hears so."""
-    thread = EngineThread(make_sourced)
-    thread.start()
-
-    async def scenario() -> None:
-        client = Client()
-        done = thread.update_weights(Path("fatal"))
-        with pytest.raises(EngineDeadError):
-            await asyncio.wrap_future(done)
-        await eventually(lambda: not thread.alive)
-        with pytest.raises(EngineDeadError):
-            thread.submit(request("late"), client.sink)
-        with pytest.raises(EngineDeadError):
-            thread.update_weights(Path("new"))
-
-    with caplog.at_level(logging.ERROR):
-        run(thread, scenario)
-
-
-def test_an_update_that_nobody_does_is_answered() -> None:
-    """Stopped before its turn, an update ends with an error instead of never."""
-    gate = Gate()
-    thread = EngineThread(lambda: make_sourced(gate))
-    thread.start()
-
-    async def scenario() -> None:
-        client = Client()
-        thread.submit(request("old", max_tokens=40), client.sink)
-        await asyncio.to_thread(gate.entered.wait, PATIENCE)
-        done = thread.update_weights(Path("new"))
-        stopping = asyncio.create_task(asyncio.to_thread(thread.stop))
-        await asyncio.sleep(0.01)
-        gate.open.set()
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            await asyncio.wrap_future(done)
-        await stopping
 
     run(thread, scenario)
