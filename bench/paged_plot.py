@@ -24,13 +24,12 @@ Row = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Row]:
-    """Rows of decode steps of one sequence over paged experts, without prefetch."""
+    """Rows of decode steps of one sequence over paged experts."""
     rows = [orjson.loads(line) for path in paths for line in path.read_bytes().splitlines()]
     return [
         row
         for row in rows
         if (row["bench"], row["mode"], row.get("batch")) == ("paged", "paged", 1)
-        and "prefetch_accuracy" not in row
     ]
 
 
@@ -47,7 +46,8 @@ def by_hit_rate(axes: Axes, rows: list[Row]) -> None:
     for row in rows:
         if row["trace"].startswith("reuse"):
             series[name(row)].append(row)
-    for number, (label, points) in enumerate(sorted(series.items())):
+    curves = [(label, points) for label, points in sorted(series.items()) if len(points) > 1]
+    for number, (label, points) in enumerate(curves):
         colour = f"C{number}"
         points.sort(key=lambda row: row["hit_rate"])
         h, rate = ([row[field] for row in points] for field in ("hit_rate", "tok_s"))
@@ -61,7 +61,7 @@ def by_hit_rate(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("hit rate, counted by the slots")
     axes.set_ylabel("tokens per second, one sequence")
     axes.set_yscale("log")
-    axes.legend(fontsize="small", title="points measured, lines formula")
+    axes.legend(fontsize="small", title="points measured, lines formula", loc="lower right")
 
 
 def by_slots(axes: Axes, rows: list[Row]) -> None:
@@ -77,6 +77,7 @@ def by_slots(axes: Axes, rows: list[Row]) -> None:
     for row in points:
         at = row["slots"], row["tok_s"]
         axes.annotate(f"h {row['hit_rate']:.3f}", at, (4, -12), textcoords="offset points")
+    axes.margins(x=0.12)
     axes.set_xlabel("slots K of 128 experts a layer, qwen3-30b-a3b")
     axes.set_ylabel("tokens per second, one sequence")
     axes.legend(fontsize="small", title="choices drawn with weights 1 / rank")

@@ -38,7 +38,6 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
         (_beyond(read), "gpu-paged-v4-flash-43l"),
         (_smaller(read), "gpu-paged-v4-flash-43l-80gb"),
         (_served(read), "gpu-beyond-v4-flash-43l"),
-        (_prefetch(read), "gpu-paged-prefetch-qwen"),
         (_speculation(read), "gpu-speculate-v41-8l"),
     ]
 
@@ -116,11 +115,7 @@ def _resident(read: Read) -> list[str]:
 
 def _paged(read: Read) -> list[str]:
     found = read("gpu-paged-qwen")
-    rows = [
-        r
-        for r in found
-        if r["bench"] == "paged" and r["batch"] == 1 and "prefetch_accuracy" not in r
-    ]
+    rows = [r for r in found if r["bench"] == "paged" and r["batch"] == 1]
     if not rows:
         return []
     lines = [
@@ -140,7 +135,7 @@ def _paged(read: Read) -> list[str]:
     others = [
         f"{WAYS[r['way']]}: {r['tok_s']:.1f} tokens per second"
         for r in found
-        if r["bench"] == "paged_baseline" and r.get("hit_rate", 0.9) == 0.9
+        if r["bench"] == "paged_baseline" and r["batch"] == 1 and r.get("hit_rate", 0.9) == 0.9
     ]
     return [*lines, "", "Other ways: " + "; ".join(others) + "."] if others else lines
 
@@ -211,17 +206,6 @@ def _served(read: Read) -> list[str]:
         f"second as the client sees them, at h {r['hit_rate']:.3f}{_memory(r)}."
         for r in read("gpu-beyond-v4-flash-43l")
     ]
-
-
-def _prefetch(read: Read) -> list[str]:
-    rows = [r for r in read("gpu-paged-prefetch-qwen") if "prefetch_accuracy" in r]
-    if not rows:
-        return []
-    text = ", ".join(
-        f"{r['over_without']:.2f}x with {100 * r['prefetch_accuracy']:.0f} % right guesses"
-        for r in rows
-    )
-    return [f"Prefetch at {rows[0]['trace']}, tokens per second to those without: {text}."]
 
 
 def _speculation(read: Read) -> list[str]:

@@ -74,7 +74,7 @@ def rows() -> dict[str, list[Row]]:
         "gpu-paged-qwen": [
             {**paged, "mode": "paged", "hit_rate": 0.901, "tok_s": 106.0, "over_formula": 1.02},
             {**paged, "mode": "paged", "hit_rate": 0.95, "tok_s": 7.0, "batch": 4, "over_formula": 1.0},
-            {"bench": "paged_baseline", "way": "cpu", "tok_s": 20.0},
+            {"bench": "paged_baseline", "way": "cpu", "batch": 1, "tok_s": 20.0},
         ],
         "gpu-paged-v4-flash-43l": [
             {**paged, "trace": "reuse 1.0", "hit_rate": 1.0, "tok_s": 140.0},
@@ -93,9 +93,6 @@ def rows() -> dict[str, list[Row]]:
             {**paged, "trace": "zipf", "hit_rate": 0.8, "tok_s": 60.0},
             {"bench": "paged_prompt", "prompt_tokens": 8192, "slots": 64, "ttft_ms": spread(544.0),
              "copy_ms": 538.0, "compute_ms": 249.0, "over_longer": 1.01},
-        ],
-        "gpu-paged-prefetch-qwen": [
-            {**paged, "trace": "reuse 0.9", "prefetch_accuracy": 0.8, "over_without": 1.07},
         ],
         "gpu-speculate-v41-8l": [
             {"block": 5, "mode": "fixed acceptance 3.5", "tok_s": spread(900.0), "times_plain": 2.1}
@@ -135,7 +132,6 @@ def text(of: dict[str, list[Row]]) -> str:
         "544 ms, **1.01x** of the longer of copying (538 ms) and computing (249 ms), target 1.1x.",
         "within 80 GB of the GPU, tokens per second: 71 at h 0.899; ready in 15 s, 3.8 GB/s pinned",
         "256 tokens: 95 tokens per second as the client sees them, at h 0.900;",
-        "Prefetch at reuse 0.9, tokens per second to those without: 1.07x with 80 % right guesses.",
         "off the GPU: 99 tokens per second at a hit rate of 0.900 (target 100); ready in 15 s",
         "900 tokens per second, **2.10x** of plain decoding",
     ],

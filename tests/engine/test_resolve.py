@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from engine import TINY_CHECKPOINT
 from engine.api import EngineError
+from engine.architectures import read_config
 from engine.options import EngineConfig, rule_of
-from engine.resolve import Facts, Resolver, resolve
+from engine.resolve import Facts, Resolver, facts_of, resolve
 
 CPU = Facts(gpu=None, cores=4, weight_bytes=17_000_000, context=4096)
 GPU = Facts(gpu="Some GPU", cores=16, weight_bytes=9_000_000_000, context=65_536)
@@ -154,3 +156,15 @@ def test_paging_takes_the_fast_runner_and_recording_no_graphs() -> None:
 def found_eager() -> Facts:
     """A GPU on which decode steps are not captured; who asks for graphs is refused later."""
     return dataclasses.replace(GPU, eager="routing is recorded")
+
+
+def test_experts_that_come_ahead_leave_decode_steps_uncaptured() -> None:
+    """On a GPU, with the reason; without prefetch they are captured."""
+    config = read_config(TINY_CHECKPOINT)
+    for prefetch, value in (
+        (True, "off (experts are brought in ahead)"),
+        (False, "on (device is cuda)"),
+    ):
+        options = EngineConfig(expert_slots=4, expert_prefetch=prefetch)
+        facts = facts_of(config, options, gpu="NVIDIA H200", cores=16, weight_bytes=10**9)
+        assert f"graphs = {value}" in resolve(options, facts).lines()
