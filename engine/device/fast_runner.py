@@ -550,7 +550,12 @@ class FastRunner:
         current = self._pass
         if current is not None:
             layers = self.policy.layers(current.num_rows) if beside else None
-            if self._advance(current, layers):
+            is_through = current.is_through
+            if not is_through and self._advance(current, layers):
+                # Drawing waits for the slice, and the streams would wait with it: it is for the next
+                # step, which finds the logits ready.
+                is_through = not beside or not current.wants_logits
+            if is_through:
                 finished.append(current)
                 self._pass = None
         return finished
@@ -560,7 +565,9 @@ class FastRunner:
             return current.advance(None)
 
         def tell(seconds: float) -> None:
-            if not done:  # the last slice may have fewer layers, or logits alone
+            if done:  # this slice may have had fewer layers, or logits alone
+                self.policy.saw_pass(current.num_rows)
+            else:
                 self.policy.saw_slice(current.num_rows, layers, seconds)
 
         done: bool = self._stopwatch.time(lambda: current.advance(layers), tell)

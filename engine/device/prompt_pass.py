@@ -102,6 +102,16 @@ class PromptPass:
         layers = model.prefill(rows, pool, wanted, scored, narrowings, tail_run)
         return cls(tuple(chunks), layers, rows.num_rows)
 
+    @property
+    def is_through(self) -> bool:
+        """Whether its logits and scores are there."""
+        return self.logits is not None
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether anything is to be drawn from it."""
+        return any(chunk.wants_logits for chunk in self.chunks)
+
     def advance(self, count: int | None) -> bool:
         """Launch the next `count` layers, all if None.
 

@@ -4,8 +4,8 @@ A pass over a long chunk takes as long as many decode steps. It yields after eve
 steps run in between: with a slice of s seconds between steps of d, streams see d + s instead of d.
 The host cannot stop a launch to look at a clock, so it works with what it has seen: times of decode
 steps and of layers, measured on the device. A layer of few rows takes as long as its weights take to
-read, so times are kept by size of the pass, and a pass of a size that was not seen begins with single
-layers. Layers differ; the longer ones count.
+read, so times are kept by size of the pass, and the first pass of a size runs in single layers. Layers
+differ, the first ones are often the shortest; the longer ones count.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 #: Time of a slice, in decode steps: streams get a token every 2.5 steps at worst, in the model.
 SHARE = 1.5
-#: Weight of the newest measurement.
-NEWEST = 0.3
+#: Weight of the newest measurement, and of a layer that is shorter than those before.
+NEWEST, SHORTER = 0.3, 0.1
 
 
 class SlicePolicy:
@@ -35,6 +35,7 @@ class SlicePolicy:
         self._share = share
         self._step: float | None = None  # seconds of a decode step
         self._layer: dict[int, float] = {}  # seconds of a layer, by bits of the number of rows
+        self._seen: set[int] = set()  # sizes of passes of which all layers were seen
 
     def saw_step(self, seconds: float) -> None:
         """Learn from a decode step."""
@@ -44,12 +45,17 @@ class SlicePolicy:
         """Learn from some layers over a pass of so many rows."""
         size, layer = num_rows.bit_length(), seconds / layers
         before = self._layer.get(size, layer)
-        self._layer[size] = max(layer, _smooth(before, layer))
+        self._layer[size] = max(layer, before + SHORTER * (layer - before))
+
+    def saw_pass(self, num_rows: int) -> None:
+        """Learn that all layers of a pass of so many rows have been seen."""
+        self._seen.add(num_rows.bit_length())
 
     def layers(self, num_rows: int) -> int:
         """Layers of a pass of so many rows to run before the next decode step; at least one."""
-        layer = self._layer.get(num_rows.bit_length())
-        if self._step is None or not layer:
+        size = num_rows.bit_length()
+        layer = self._layer.get(size)
+        if self._step is None or not layer or size not in self._seen:
             return 1
         return max(1, int(self._share * self._step / layer))
 

@@ -20,6 +20,7 @@ from engine.device import fast_runner, prompt_pass
 from engine.device.buffers import DecodeBuffers
 from engine.device.fast_runner import FastRunner
 from engine.device.lanes import Lanes
+from engine.device.prompt_pass import PromptPass
 from engine.device.rows import build_rows
 from engine.device.seals import SealError
 from engine.model.fast import FastModel
@@ -157,11 +158,36 @@ def test_a_prompt_is_sliced_beside_streams_only(small: Models) -> None:
         names.append([delta.request_id for delta in core.step()])
 
     assert held == {"late"}
-    assert names.index(["stream", "late"]) == 2, "two layers, and the logits with the third step"
-    assert names[:2] == [["stream"], ["stream"]]
+    assert names.index(["stream", "late"]) == 3, "two layers, the logits, and the draw a step later"
+    assert names[:3] == [["stream"]] * 3
 
 
-@pytest.mark.parametrize("at", range(3))
+def test_streams_do_not_wait_for_a_prompts_last_slice(
+    small: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that launches a prompt's last slice gives the streams' tokens and draws nothing of it."""
+    core = make_fast(small[0])
+    slice_by_layer(core)
+    order: list[str] = []
+    for owner, name in ((PromptPass, "advance"), (PromptPass, "draw"), (FastRunner, "_results")):
+        plain = getattr(owner, name)
+
+        def noting(*args: Any, plain: Any = plain, name: str = name) -> Any:
+            order.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, noting)
+    core.submit(GenerateRequest("stream", (1, 2, 3), SamplingParams(max_tokens=30)))
+    core.step()
+    core.submit(GenerateRequest("late", tuple(range(10)), SamplingParams(max_tokens=3)))
+    order.clear()
+    for _ in range(4):
+        core.step()
+
+    assert order == ["advance", "_results"] * 3 + ["_results", "draw"]
+
+
+@pytest.mark.parametrize("at", range(4))
 def test_abort_of_a_prompt_under_way(small: Models, at: int) -> None:
     """One of two prompts half through is given up; the other and what comes next do not notice."""
     fast, reference = small

@@ -23,6 +23,7 @@ def test_streams_keep_their_pace(step: float, row: float, rows: int, seen: int) 
     policy = SlicePolicy()
     policy.saw_step(step)
     policy.saw_slice(rows, seen, row * rows * seen)
+    policy.saw_pass(rows)
 
     layers = policy.layers(rows)
 
@@ -30,14 +31,17 @@ def test_streams_keep_their_pace(step: float, row: float, rows: int, seen: int) 
     assert (layers + 1) * row * rows > SHARE * step * (1 - 1e-9)
 
 
-def test_a_pass_of_another_size_begins_with_single_layers() -> None:
-    """What many rows took says nothing of few, which wait for the same weights."""
+def test_the_first_pass_of_a_size_runs_in_single_layers() -> None:
+    """What many rows took says nothing of few, and a pass's first layers nothing of its last."""
     policy = SlicePolicy()
     policy.saw_step(0.003)
     policy.saw_slice(1024, 1, 0.0033)
+    policy.saw_pass(1024)
 
     assert policy.layers(256) == 1
     policy.saw_slice(256, 1, 0.0011)
+    assert policy.layers(300) == 1, "longer layers may follow"
+    policy.saw_pass(256)
     assert policy.layers(200) == 1, "of another size"
     assert policy.layers(300) == 4
     assert policy.layers(1024) == 1
@@ -47,6 +51,7 @@ def test_the_longer_layers_count() -> None:
     """After a long layer short ones make slices longer only bit by bit."""
     policy = SlicePolicy()
     policy.saw_step(0.010)
+    policy.saw_pass(100)
     policy.saw_slice(100, 1, 0.001)
     policy.saw_slice(100, 1, 0.005)
     assert policy.layers(100) == 3
@@ -57,6 +62,8 @@ def test_the_longer_layers_count() -> None:
 def test_it_follows_the_device() -> None:
     """When steps get faster, slices get shorter, after a few measurements."""
     policy = SlicePolicy()
+    policy.saw_pass(100)
+    policy.saw_pass(1000)
     for _ in range(3):
         policy.saw_step(0.010)
         policy.saw_slice(100, 1, 0.001)
