@@ -149,7 +149,8 @@ class EngineConfig:
     num_blocks: int | None = _option(
         None,
         "blocks of the pool; left open: room for one full context or 65,536 positions, whichever is"
-        " more. Requests beyond that wait, or are preempted and recomputed",
+        " more; on a GPU for all requests at full context, or what nine tenths of its memory have"
+        " room for. Requests beyond that wait, or are preempted and recomputed",
         least=1,
         resolvable=True,
     )

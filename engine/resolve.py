@@ -16,6 +16,7 @@ from typing import Any
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of
+from engine.memory import plan_memory
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
 from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
@@ -40,6 +41,9 @@ class Facts:
         eager_drafted: the same beside speculation.
         drafter: draft stages that the model has.
         undrafted: why they are not run; None where they can be.
+        gpu_nbytes: memory of that GPU; None where nobody knows.
+        config: of a model whose memory can be planned; None for others, and where experts are paged,
+            which get what is left.
     """
 
     gpu: str | None
@@ -52,10 +56,18 @@ class Facts:
     eager_drafted: str | None = None
     drafter: Drafting = "off"
     undrafted: str | None = None
+    gpu_nbytes: int | None = None
+    config: ModelConfig | None = None
 
 
 def facts_of(
-    config: AnyConfig, options: EngineConfig, *, gpu: str | None, cores: int, weight_bytes: int
+    config: AnyConfig,
+    options: EngineConfig,
+    *,
+    gpu: str | None,
+    gpu_nbytes: int | None,
+    cores: int,
+    weight_bytes: int,
 ) -> Facts:
     """Collect the facts, those included that follow from model and options.
 
@@ -63,6 +75,7 @@ def facts_of(
         config: of the model.
         options: the user's.
         gpu: as in Facts.
+        gpu_nbytes: as in Facts.
         cores: as in Facts.
         weight_bytes: as in Facts.
     """
@@ -102,6 +115,8 @@ def facts_of(
         eager_drafted="drafters read layers below the tail" if low_taps(config) else None,
         drafter=drafter_in(config),
         undrafted=undrafted,
+        gpu_nbytes=gpu_nbytes,
+        config=config if isinstance(config, ModelConfig) and not found.slots else None,
     )
 
 
@@ -153,6 +168,11 @@ class Resolver:
         found = self._decisions.get(field)
         return getattr(self._options, field) if found is None else found.value
 
+    def so_far(self) -> EngineConfig:
+        """The settings with what is decided by now."""
+        values = {d.field: d.value for d in self._decisions.values()}
+        return dataclasses.replace(self._options, **values)
+
     def decide(self, field: str, value: Any, source: str) -> None:
         """Fill a field in, unless the user has set it.
 
@@ -175,8 +195,7 @@ class Resolver:
         Raises:
             RuntimeError: a field is still open; a bug of the passes.
         """
-        values = {d.field: d.value for d in self._decisions.values()}
-        config = dataclasses.replace(self._options, **values)
+        config = self.so_far()
         decisions = []
         for item in dataclasses.fields(config):
             value = getattr(config, item.name)
@@ -255,8 +274,36 @@ def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
     )
     context = options.resolve_max_model_len(facts.context)
     yield "max_model_len", context, "the model's context"
-    blocks = options.resolve_num_blocks(context)
-    yield "num_blocks", blocks, f"{blocks * options.block_size:,} positions, one context or 65,536"
+    yield "num_blocks", *_blocks(so_far.so_far(), facts, options.resolve_num_blocks(context))
+
+
+def _blocks(options: EngineConfig, facts: Facts, least: int) -> tuple[int, str]:
+    """How many blocks there are where it is left to us, and why: a GPU is filled, if needed.
+
+    Args:
+        options: everything else decided.
+        facts: of machine and model.
+        least: blocks that are there in any case.
+    """
+    why = f"{least * options.block_size:,} positions, one context or 65,536"
+    known = facts.config is not None and facts.gpu_nbytes is not None
+    if not known or options.device != "cuda" or options.runner != "fast":
+        return least, why
+    assert facts.config is not None
+    plan = plan_memory(
+        facts.config,
+        options,
+        itemsize=4 if options.dtype == "float32" else 2,
+        budget=facts.gpu_nbytes,
+        packed=True,
+    )
+    possible = plan.blocks_possible
+    assert possible is not None
+    if plan.blocks_wanted <= max(least, possible):
+        blocks, which = max(least, plan.blocks_wanted), "all requests at full context"
+    else:
+        blocks, which = max(least, possible), "what the GPU has room for"
+    return blocks, f"{blocks * options.block_size:,} positions, {which}"
 
 
 def _shown(value: Any) -> str:

@@ -51,7 +51,7 @@ def examine(model: Path, options: EngineConfig) -> list[Finding]:
         model: folder of the checkpoint that would be served.
         options: of the engine that would serve it.
     """
-    gpus = _gpu_names()
+    gpus = _gpus()
     return [
         *_versions(),
         _device(gpus),
@@ -71,14 +71,16 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "not installed" + ("" if needed else " (optional)"), not needed)
 
 
-def _device(names: list[str]) -> Finding:
+def _device(gpus: list[tuple[str, int]]) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    if not names:
+    if not gpus:
         return Finding("device", f"CPU, {cores} cores usable; no NVIDIA driver answers")
-    return Finding("device", f"{', '.join(names)}; CPU, {cores} cores usable")
+    names = ", ".join(name for name, _ in gpus)
+    return Finding("device", f"{names}; CPU, {cores} cores usable")
 
 
-def _gpu_names() -> list[str]:
+def _gpus() -> list[tuple[str, int]]:
+    """Names and bytes of memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -86,12 +88,13 @@ def _gpu_names() -> list[str]:
     count = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    names = []
+    gpus = []
     for ordinal in range(count.value):
-        buffer = ctypes.create_string_buffer(256)
-        if not driver.cuDeviceGetName(buffer, len(buffer), ordinal):
-            names.append(buffer.value.decode())
-    return names
+        buffer, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        named = driver.cuDeviceGetName(buffer, len(buffer), ordinal) == 0
+        if named and driver.cuDeviceTotalMem_v2(ctypes.byref(memory), ordinal) == 0:
+            gpus.append((buffer.value.decode(), memory.value))
+    return gpus
 
 
 def _rooms() -> Finding:
@@ -133,13 +136,20 @@ def _checkpoint(model: Path) -> Iterator[Finding]:
 _FAMILY = {"v4": "DeepSeek-V4", "v4.1": "DeepSeek-V4.1", "plain": "completions only"}
 
 
-def _options(model: Path, options: EngineConfig, gpus: list[str]) -> Iterator[Finding]:
+def _options(model: Path, options: EngineConfig, gpus: list[tuple[str, int]]) -> Iterator[Finding]:
     """Every option of the engine, and which rule sets it."""
     try:
         config = read_config(model)
         weight_bytes = sum(shard.stat().st_size for shard in model.glob("*.safetensors"))
-        gpu = gpus[0] if gpus else None
-        facts = facts_of(config, options, gpu=gpu, cores=usable_cores(), weight_bytes=weight_bytes)
+        gpu, gpu_nbytes = gpus[0] if gpus else (None, None)
+        facts = facts_of(
+            config,
+            options,
+            gpu=gpu,
+            gpu_nbytes=gpu_nbytes,
+            cores=usable_cores(),
+            weight_bytes=weight_bytes,
+        )
         resolved = resolve(options, facts)
     except EngineError as error:
         yield Finding("engine options", str(error), ok=False)

@@ -166,7 +166,14 @@ def resolve_here(path: Path, config: AnyConfig, options: EngineConfig) -> Resolv
     if options.device == "cuda" and gpu is None:
         raise EngineError("engine options: device: cuda asked for, but torch finds no NVIDIA GPU")
     weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    facts = facts_of(config, options, gpu=gpu, cores=usable_cores(), weight_bytes=weight_bytes)
+    facts = facts_of(
+        config,
+        options,
+        gpu=gpu,
+        gpu_nbytes=None if gpu is None else torch.cuda.get_device_properties(0).total_memory,
+        cores=usable_cores(),
+        weight_bytes=weight_bytes,
+    )
     return resolve(options, facts)
 
 

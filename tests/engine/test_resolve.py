@@ -11,8 +11,11 @@ from hypothesis import given, strategies as st
 from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.architectures import read_config
+from engine.config import ModelConfig
+from engine.memory import plan_memory
 from engine.options import EngineConfig, rule_of
 from engine.resolve import Facts, Resolver, facts_of, resolve
+from tests.engine.model import build
 
 CPU = Facts(gpu=None, cores=4, weight_bytes=17_000_000, context=4096)
 GPU = Facts(gpu="Some GPU", cores=16, weight_bytes=9_000_000_000, context=65_536)
@@ -166,5 +169,54 @@ def test_experts_that_come_ahead_leave_decode_steps_uncaptured() -> None:
         (False, "on (device is cuda)"),
     ):
         options = EngineConfig(expert_slots=4, expert_prefetch=prefetch)
-        facts = facts_of(config, options, gpu="NVIDIA H200", cores=16, weight_bytes=10**9)
+        facts = facts_of(
+            config, options, gpu="NVIDIA H200", gpu_nbytes=None, cores=16, weight_bytes=10**9
+        )
         assert f"graphs = {value}" in resolve(options, facts).lines()
+
+
+#: V4.1 with a long context, of which a GPU does not hold what all requests might ask for.
+LONG = ModelConfig.from_dict(build.v41(max_position_embeddings=1 << 20))
+
+
+def blocks_of(gpu_nbytes: int | None, **options: Any) -> tuple[int, str]:
+    """The number of blocks on a GPU of some memory, and why."""
+    asked = EngineConfig(**options)
+    facts = facts_of(LONG, asked, gpu="GPU", gpu_nbytes=gpu_nbytes, cores=2, weight_bytes=1)
+    (decision,) = (d for d in resolve(asked, facts).decisions if d.field == "num_blocks")
+    return decision.value, decision.source
+
+
+@given(st.integers(0, 40 << 30), st.sampled_from(["float32", "bfloat16", "auto"]))
+def test_blocks_fill_a_gpu_and_no_more(gpu_nbytes: int, dtype: str) -> None:
+    """One block more would not fit, unless that is what a single request needs anyway."""
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1 << 17, "max_num_seqs": 8}
+    blocks, why = blocks_of(gpu_nbytes, **options)
+    least, wanted = 1024, 8 * 1024
+    itemsize = 4 if dtype == "float32" else 2
+    settled = EngineConfig(**(options | {"num_blocks": blocks}))
+    plan = plan_memory(LONG, settled, itemsize=itemsize, budget=gpu_nbytes, packed=True)
+
+    assert least <= blocks <= wanted
+    assert plan.fits or blocks == least
+    free = gpu_nbytes - plan.reserve - plan.nbytes
+    assert free < plan.block_nbytes or blocks == wanted
+    assert ("all requests" in why) is (blocks == wanted)
+
+
+@pytest.mark.parametrize(
+    ("gpu_nbytes", "options", "blocks"),
+    [
+        (None, {}, 8192),  # nobody knows the memory: one context
+        (1 << 60, {}, 16 * 8192),
+        (1 << 60, {"device": "cpu"}, 8192),
+        (1 << 60, {"runner": "reference"}, 8192),
+        (1 << 60, {"expert_slots": 2}, 8192),  # slots get what is left
+        (1 << 60, {"num_blocks": 9000}, 9000),
+    ],
+)
+def test_blocks_are_many_only_where_memory_is_planned(
+    gpu_nbytes: int | None, options: dict[str, Any], blocks: int
+) -> None:
+    """On a GPU whose memory is known, for the fast runner, unless the user has said."""
+    assert blocks_of(gpu_nbytes, **options)[0] == blocks

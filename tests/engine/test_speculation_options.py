@@ -33,7 +33,7 @@ FAST = EngineConfig(
 def found(config: ModelConfig, gpu: str | None = "GPU", **options: Any) -> tuple[str, str]:
     """What speculation is resolved to, and why."""
     asked = EngineConfig(**options)
-    facts = facts_of(config, asked, gpu=gpu, cores=2, weight_bytes=1)
+    facts = facts_of(config, asked, gpu=gpu, gpu_nbytes=None, cores=2, weight_bytes=1)
     (decision,) = (d for d in resolve(asked, facts).decisions if d.field == "speculation")
     return decision.value, decision.source
 
@@ -65,7 +65,7 @@ def test_auto_takes_what_is_there_or_says_why_not() -> None:
 def test_asked_for_drafts_bring_the_fast_runner() -> None:
     """On a CPU too, since the reference drafts nothing."""
     asked = EngineConfig(speculation="mtp")
-    facts = facts_of(V4, asked, gpu=None, cores=2, weight_bytes=1)
+    facts = facts_of(V4, asked, gpu=None, gpu_nbytes=None, cores=2, weight_bytes=1)
 
     assert "runner = fast (tokens are drafted)" in resolve(asked, facts).lines()
 
