@@ -134,6 +134,7 @@ def _paged(read: Read) -> list[str]:
         lines.append(f"| {row['hit_rate']:.3f} | {text} | {near or ''} | {ratio} |")
     others = [
         f"{WAYS[r['way']]}: {r['tok_s']:.1f} tokens per second"
+        + (f" ({r['note']})" if "note" in r else "")
         for r in found
         if r["bench"] == "paged_baseline" and r["batch"] == 1 and r.get("hit_rate", 0.9) == 0.9
     ]
