@@ -17,7 +17,7 @@ from engine.api import EngineError
 from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.config_checks import CSA_RATIO
-from engine.memory import MemoryPlan, container_memory, plan_memory
+from engine.memory import MemoryPlan, blocks_for_gpu, container_memory, plan_memory
 from engine.model.names import part
 from engine.options import EngineConfig
 from engine.plan.replay import tail_problems
@@ -203,13 +203,18 @@ def _plan(args: argparse.Namespace) -> int:
     for problem in speculation_problems(config, options):
         raise ValueError(f"--{problem.what}: expected {problem.accepted}, got {problem.seen}")
     if args.concurrency is not None:
-        rows = max(options.resolve_max_batched_tokens(), args.concurrency + 1)
+        rows = options.resolve_max_batched_tokens(on_gpu=args.gpu_gb is not None)
+        rows = max(rows, args.concurrency + 1)
         options = dataclasses.replace(
             options, max_num_seqs=args.concurrency, max_batched_tokens=rows
         )
     host = container_memory() if args.host_gb is None else int(args.host_gb * 1e9)
     on_gpu = args.gpu_gb is not None
     budget = int(args.gpu_gb * 1e9) if on_gpu else host
+    if on_gpu:  # as the engine does where nobody says how many
+        assert budget is not None
+        blocks, _ = blocks_for_gpu(config, options, budget, itemsize=2)
+        options = dataclasses.replace(options, num_blocks=blocks)
     plan = plan_memory(config, options, itemsize=2 if on_gpu else 4, budget=budget, packed=on_gpu)
     source = "--host-gb" if args.host_gb is not None else "the container's limit"
     limit = "no limit known, give --host-gb" if host is None else f"{host:,} bytes, {source}"

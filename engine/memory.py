@@ -8,6 +8,7 @@ pools are made of (engine.plan.layout), so they are exact; so are those of the w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -186,6 +187,33 @@ def plan_memory(
         blocks_wanted=options.max_num_seqs * -(-context // options.block_size),
         block_size=options.block_size,
     )
+
+
+def blocks_for_gpu(
+    config: ModelConfig, options: EngineConfig, nbytes: int, *, itemsize: int
+) -> tuple[int, str]:
+    """Say how many blocks the fast runner makes on a GPU where the user has left it open.
+
+    Args:
+        config: of the model.
+        options: how it will be run; its num_blocks does not count.
+        nbytes: of the GPU's memory.
+        itemsize: as in plan_memory.
+
+    Returns:
+        blocks, and what they are: enough for all requests at full context, or what there is room
+        for, but never fewer than one request needs.
+
+    Raises:
+        EngineError: the options do not fit the model.
+    """
+    options = dataclasses.replace(options, num_blocks=None)
+    plan = plan_memory(config, options, itemsize=itemsize, budget=nbytes, packed=True)
+    least, possible = plan.num_blocks, plan.blocks_possible
+    assert possible is not None
+    if plan.blocks_wanted <= max(least, possible):
+        return max(least, plan.blocks_wanted), "all requests at full context"
+    return max(least, possible), "what the GPU has room for"
 
 
 def _weights(config: ModelConfig, itemsize: int) -> Iterator[Item]:

@@ -16,7 +16,7 @@ from typing import Any
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of
-from engine.memory import plan_memory
+from engine.memory import blocks_for_gpu
 from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
 from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
@@ -278,32 +278,15 @@ def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
 
 
 def _blocks(options: EngineConfig, facts: Facts, least: int) -> tuple[int, str]:
-    """How many blocks there are where it is left to us, and why: a GPU is filled, if needed.
-
-    Args:
-        options: everything else decided.
-        facts: of machine and model.
-        least: blocks that are there in any case.
-    """
-    why = f"{least * options.block_size:,} positions, one context or 65,536"
+    """How many blocks there are where it is left to us, and why."""
+    blocks, why = least, "one context or 65,536"
     known = facts.config is not None and facts.gpu_nbytes is not None
-    if not known or options.device != "cuda" or options.runner != "fast":
-        return least, why
-    assert facts.config is not None
-    plan = plan_memory(
-        facts.config,
-        options,
-        itemsize=4 if options.dtype == "float32" else 2,
-        budget=facts.gpu_nbytes,
-        packed=True,
-    )
-    possible = plan.blocks_possible
-    assert possible is not None
-    if plan.blocks_wanted <= max(least, possible):
-        blocks, which = max(least, plan.blocks_wanted), "all requests at full context"
-    else:
-        blocks, which = max(least, possible), "what the GPU has room for"
-    return blocks, f"{blocks * options.block_size:,} positions, {which}"
+    if known and options.device == "cuda" and options.runner == "fast":
+        assert facts.config is not None
+        assert facts.gpu_nbytes is not None
+        itemsize = 4 if options.dtype == "float32" else 2
+        blocks, why = blocks_for_gpu(facts.config, options, facts.gpu_nbytes, itemsize=itemsize)
+    return blocks, f"{blocks * options.block_size:,} positions, {why}"
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from engine.architectures import read_config
 from engine.config import ModelConfig
 from engine.memory import plan_memory
 from engine.options import EngineConfig, rule_of
-from engine.resolve import Facts, Resolver, facts_of, resolve
+from engine.resolve import Facts, Resolved, Resolver, facts_of, resolve
 from tests.engine.model import build
 
 CPU = Facts(gpu=None, cores=4, weight_bytes=17_000_000, context=4096)
@@ -179,23 +179,22 @@ def test_experts_that_come_ahead_leave_decode_steps_uncaptured() -> None:
 LONG = ModelConfig.from_dict(build.v41(max_position_embeddings=1 << 20))
 
 
-def blocks_of(gpu_nbytes: int | None, **options: Any) -> tuple[int, str]:
-    """The number of blocks on a GPU of some memory, and why."""
+def on_gpu(gpu_nbytes: int | None, **options: Any) -> Resolved:
+    """What counts on a GPU of some memory."""
     asked = EngineConfig(**options)
     facts = facts_of(LONG, asked, gpu="GPU", gpu_nbytes=gpu_nbytes, cores=2, weight_bytes=1)
-    (decision,) = (d for d in resolve(asked, facts).decisions if d.field == "num_blocks")
-    return decision.value, decision.source
+    return resolve(asked, facts)
 
 
 @given(st.integers(0, 40 << 30), st.sampled_from(["float32", "bfloat16", "auto"]))
 def test_blocks_fill_a_gpu_and_no_more(gpu_nbytes: int, dtype: str) -> None:
     """One block more would not fit, unless that is what a single request needs anyway."""
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1 << 17, "max_num_seqs": 8}
-    blocks, why = blocks_of(gpu_nbytes, **options)
-    least, wanted = 1024, 8 * 1024
+    found = on_gpu(gpu_nbytes, dtype=dtype, max_model_len=1 << 17, max_num_seqs=8)
+    (why,) = (d.source for d in found.decisions if d.field == "num_blocks")
+    blocks, least, wanted = found.config.num_blocks, 1024, 8 * 1024
+    assert blocks is not None
     itemsize = 4 if dtype == "float32" else 2
-    settled = EngineConfig(**(options | {"num_blocks": blocks}))
-    plan = plan_memory(LONG, settled, itemsize=itemsize, budget=gpu_nbytes, packed=True)
+    plan = plan_memory(LONG, found.config, itemsize=itemsize, budget=gpu_nbytes, packed=True)
 
     assert least <= blocks <= wanted
     assert plan.fits or blocks == least
@@ -219,4 +218,4 @@ def test_blocks_are_many_only_where_memory_is_planned(
     gpu_nbytes: int | None, options: dict[str, Any], blocks: int
 ) -> None:
     """On a GPU whose memory is known, for the fast runner, unless the user has said."""
-    assert blocks_of(gpu_nbytes, **options)[0] == blocks
+    assert on_gpu(gpu_nbytes, **options).config.num_blocks == blocks
