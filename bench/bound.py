@@ -6,22 +6,26 @@ A step reads each weight once, of the experts those that it is routed to.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.device.kvpool import KVPool
-from engine.kernels.rows import Rows
 from engine.model.fast import FastModel
 from engine.model.packed import PackedWeights
 
 READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
 
 
-def experts_touched(model: FastModel, rows: Rows, pool: KVPool) -> list[int]:
-    """Distinct experts that each layer reads in one step, which is run for it."""
+def experts_touched(model: FastModel, run: Callable[[], object]) -> list[int]:
+    """Distinct experts that each call of a router chooses while something is run once.
+
+    Args:
+        model: whose routers are watched.
+        run: uses the model.
+    """
     touched: list[Tensor] = []
     plain = model.ops
 
@@ -31,7 +35,7 @@ def experts_touched(model: FastModel, rows: Rows, pool: KVPool) -> list[int]:
         return routing
 
     model.ops = dataclasses.replace(plain, route=spy)
-    model.decode(rows, pool)
+    run()
     model.ops = plain
     return [int((t[t >= 0]).unique().numel()) for t in touched]
 

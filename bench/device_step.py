@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -281,7 +282,8 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for batch in batches:
                 begin = time.perf_counter()
                 rows = bench.rows(batch, n)
-                touched = experts_touched(bench.model, rows, bench.pool)
+                step = functools.partial(bench.model.decode, rows, bench.pool)
+                touched = experts_touched(bench.model, step)
                 times, kernels = bench.time_steps(rows, args.repeats, args.steps)
                 bound = bound_ms(bench.config, bench.model.weights, bench.pool, batch, n, touched)
                 found = spread(times, 4)

@@ -199,7 +199,7 @@ class Engine:
         ]
         with torch.inference_mode():
             rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)
-            touched = experts_touched(self._model, rows, self._pool)
+            touched = experts_touched(self._model, lambda: self._model.decode(rows, self._pool))
         return touched, bound_ms(
             self._model.config, self._model.weights, self._pool, batch, context, touched
         )

@@ -30,7 +30,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from bench.bound import READ_BANDWIDTH, bound_ms
+from bench.bound import READ_BANDWIDTH, bound_ms, experts_touched
 from bench.geometries import GEOMETRIES
 from bench.rows import make_rows, spread, write_rows
 from engine.api import GenerateRequest, SamplingParams
@@ -127,14 +127,6 @@ def draft_ms(model: FastModel, stages: Stages, touched: list[int]) -> float:
 
 def routes(core: EngineCore, model: FastModel, batch: int, speculator: Speculator) -> list[int]:
     """Distinct experts of each call of a router in a speculative step of requests of random tokens."""
-    touched: list[Tensor] = []
-    plain = model.ops
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        routing = plain.route(*args, **kwargs)
-        touched.append(routing.experts.flatten())
-        return routing
-
     runner = core._runner
     assert isinstance(runner, FastRunner)
     pool = runner._pool
@@ -159,10 +151,7 @@ def routes(core: EngineCore, model: FastModel, batch: int, speculator: Speculato
         left=full(0, torch.int64),
     )
     results = torch.zeros((batch, speculator.num_tokens + 2), dtype=torch.int64, device=device)
-    model.ops = dataclasses.replace(plain, route=spy)
-    speculator.step(rows, pool, wanted, results)
-    model.ops = plain
-    return [len(set(t[t >= 0].tolist())) for t in touched]
+    return experts_touched(model, lambda: speculator.step(rows, pool, wanted, results))
 
 
 def make_engine(

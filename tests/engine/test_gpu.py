@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,9 @@ from engine.core import load_engine
 from engine.options import EngineConfig
 from tests.engine.model import build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 SIZES = (1, 2, 7, 40, 129, 300)
 NEW = 24
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> Iterator[None]:
-    """TF32 would round the operands of every product to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def run(path: Path, device: str, vocab: int) -> dict[str, list[TokenDelta]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,9 @@ from engine.core import EngineCore, load_engine
 from engine.device.fast_runner import FastRunner
 from engine.options import EngineConfig
 from tests.engine.device.engines import requests, run, same
-from tests.engine.model import build
+from tests.engine.device.on_gpu import make, runner_of, write_checkpoint
 
-pytestmark = pytest.mark.gpu
-#: Heads and windows as small as the kernels' tiles allow.
-SIZES = {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32, "sliding_window": 16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products() -> Iterator[None]:
-    """TF32 would round the operands of every product to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 
 
 #: The twins come first: they need no compilation and show what is wrong with graphs and streams.
@@ -44,33 +32,13 @@ def mode(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(mode: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config: dict[str, Any] = getattr(build, mode[0])(**SIZES)
-    return build.write(tmp_path_factory.mktemp("gpu") / "model", config, seed=11)
-
-
-def make(path: Path, **changes: Any) -> EngineCore:
-    settings: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": "float32",
-        "block_size": 16,
-        "num_blocks": 100,
-        "max_num_seqs": 8,  # kernels are compiled for every batch size, and time is short
-        "max_batched_tokens": 40,
-        "max_snapshots": 20,
-        "max_model_len": 256,
-    }
-    return load_engine(path, EngineConfig(**{**settings, **changes}))
+    return write_checkpoint(mode[0], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def core(checkpoint: Path, mode: tuple[str, str]) -> EngineCore:
     """One engine for all tests of a model: kernels take their time to compile."""
-    return make(checkpoint, kernels=mode[1])
-
-
-def runner_of(core: EngineCore) -> FastRunner:
-    assert isinstance(core._runner, FastRunner)
-    return core._runner
+    return make(checkpoint, kernels=mode[1], max_num_seqs=8)
 
 
 def tensors(runner: FastRunner) -> dict[str, Tensor]:
@@ -98,7 +66,7 @@ def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Any]:
 def test_gpu_equals_the_reference_on_the_cpu(core: EngineCore, checkpoint: Path) -> None:
     """In float32 a random load gets the tokens and log-probabilities that the CPU gives it."""
     load = requests(random.Random(3), 16)
-    cpu = make(checkpoint, device="cpu", cpu_threads=4)
+    cpu = make(checkpoint, device="cpu", cpu_threads=4, max_num_seqs=8)
 
     assert same(run(core, load), run(cpu, load), load, atol=2e-3)
 

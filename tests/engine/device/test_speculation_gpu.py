@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.api import GenerateRequest, SamplingParams
-from engine.core import EngineCore, load_engine
-from engine.device.fast_runner import FastRunner
-from engine.options import EngineConfig
+from engine.core import EngineCore
 from engine.speculation import drafter_in
 from tests.engine.device.engines import requests, run, same
+from tests.engine.device.on_gpu import make, runner_of, write_checkpoint
 from tests.engine.device.speculating import Told, beyond, whole_texts
-from tests.engine.model import build
 
-pytestmark = pytest.mark.gpu
-#: Heads and windows as small as the kernels' tiles allow.
-SIZES = {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32, "sliding_window": 16}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 MODES = [("v41", "torch"), ("v4", "torch"), ("v41", "triton"), ("v4", "triton")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products() -> Iterator[None]:
-    """TF32 would round the operands of every product to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(scope="module", params=MODES, ids="-".join)
@@ -42,39 +28,19 @@ def mode(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(mode: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config: dict[str, Any] = getattr(build, mode[0])(**SIZES)
-    return build.write(tmp_path_factory.mktemp("gpu") / "model", config, seed=11)
-
-
-def make(path: Path, **changes: Any) -> EngineCore:
-    settings: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": "float32",
-        "block_size": 16,
-        "num_blocks": 100,
-        "max_num_seqs": 2,  # kernels are compiled for every batch size, and time is short
-        "max_batched_tokens": 40,
-        "max_snapshots": 20,
-        "max_model_len": 256,
-    }
-    return load_engine(path, EngineConfig(**{**settings, **changes}))
+    return write_checkpoint(mode[0], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def core(checkpoint: Path, mode: tuple[str, str]) -> EngineCore:
     """One engine for all tests of a model: kernels take their time to compile."""
-    return make(checkpoint, kernels=mode[1], speculation="auto")
-
-
-def runner_of(core: EngineCore) -> FastRunner:
-    assert isinstance(core._runner, FastRunner)
-    return core._runner
+    return make(checkpoint, kernels=mode[1], speculation="auto", max_num_seqs=2)
 
 
 def test_tokens_are_the_references(core: EngineCore, checkpoint: Path) -> None:
     """In float32 a random load gets what the CPU gives it without drafts."""
     load = requests(random.Random(3), 10)
-    cpu = make(checkpoint, device="cpu", cpu_threads=4)
+    cpu = make(checkpoint, device="cpu", cpu_threads=4, max_num_seqs=2)
 
     assert same(run(core, load), run(cpu, load), load, atol=2e-3)
     assert core.stats().speculation.drafted > 30
@@ -134,7 +100,7 @@ def test_drafts_that_are_right_change_no_token(
     core: EngineCore, checkpoint: Path, mode: tuple[str, str]
 ) -> None:
     """Called step by step with drafts that are right for a while, requests get the plain tokens."""
-    plain = make(checkpoint, kernels=mode[1], graphs=False)
+    plain = make(checkpoint, kernels=mode[1], graphs=False, max_num_seqs=2)
     load = requests(random.Random(6), 8)
     truth = whole_texts(load, run(plain, beyond(load)))
     want = run(plain, load)

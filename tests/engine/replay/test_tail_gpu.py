@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,12 @@ from engine.plan.replay import stages, tail_of
 from engine.plan.step import Chunk
 from tests.engine.model import build, drive
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 #: Heads and windows as small as the kernels' tiles allow.
 SIZES = {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32, "sliding_window": 16}
 BUCKETS = (16, 32, 64, 128)
 CONTEXT = 160
 BLOCKS = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products() -> Iterator[None]:
-    """TF32 would round the operands of every product to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")
