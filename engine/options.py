@@ -264,6 +264,11 @@ class EngineConfig:
             )
         return self.max_model_len
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element: of float32, or of bfloat16, which a GPU takes if left open."""
+        return 4 if self.dtype == "float32" else 2
+
     def resolve_num_blocks(self, max_model_len: int) -> int:
         """Give the number of blocks that requests can use.
 

@@ -280,12 +280,9 @@ def _by_model(so_far: Resolver, facts: Facts) -> Iterator[tuple[str, Any, str]]:
 def _blocks(options: EngineConfig, facts: Facts, least: int) -> tuple[int, str]:
     """How many blocks there are where it is left to us, and why."""
     blocks, why = least, "one context or 65,536"
-    known = facts.config is not None and facts.gpu_nbytes is not None
-    if known and options.device == "cuda" and options.runner == "fast":
-        assert facts.config is not None
-        assert facts.gpu_nbytes is not None
-        itemsize = 4 if options.dtype == "float32" else 2
-        blocks, why = blocks_for_gpu(facts.config, options, facts.gpu_nbytes, itemsize=itemsize)
+    config, nbytes, served = facts.config, facts.gpu_nbytes, (options.device, options.runner)
+    if config is not None and nbytes is not None and served == ("cuda", "fast"):
+        blocks, why = blocks_for_gpu(config, options, nbytes, itemsize=options.itemsize)
     return blocks, f"{blocks * options.block_size:,} positions, {why}"
 
 

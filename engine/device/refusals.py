@@ -110,8 +110,7 @@ def check_fast(
     found.check(
         not wrong, "block_size", seen=options.block_size, accepted=f"a multiple of {ratios}"
     )
-    itemsize = 4 if options.dtype == "float32" else 2
-    for p in problems(config, options, itemsize, container_memory()):
+    for p in problems(config, options, options.itemsize, container_memory()):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     for p in speculation_problems(config, options):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
@@ -129,10 +128,9 @@ def _check_memory(found: Refusals, config: ModelConfig, options: EngineConfig, g
     That is a lower bound, weights and pools, so nothing is refused that would have fitted; what steps
     and prompts take beside it `bathyal engine plan` counts or estimates.
     """
-    itemsize = 4 if options.dtype == "float32" else 2
-    plan = plan_memory(config, options, itemsize=itemsize, budget=None, packed=True)
+    plan = plan_memory(config, options, itemsize=options.itemsize, budget=None, packed=True)
     held = sum(item.nbytes for item in plan.items if item.owner in ("weights", "slots", "blocks"))
-    paging = paging_of(config, options, itemsize)
+    paging = paging_of(config, options, options.itemsize)
     away = sum(max(0, paging.experts.count - k) for k in paging.slots.values())
     held -= away * paging.experts.nbytes
     found.check(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.counters import counters
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
@@ -175,23 +176,6 @@ def _decode_kernel(
         tl.store(counters + pair, 0)
 
 
-_counters: dict[torch.device, Tensor] = {}
-
-
-def _counter(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves as zeros, one set for captured launches and one for others.
-
-    Raises:
-        RuntimeError: the first call on a device is under capture.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if device not in _counters:
-        if capturing:
-            raise RuntimeError("decode_gqa: expected a call before the first capture, got none")
-        _counters[device] = torch.zeros(2, _MOST_PAIRS, dtype=torch.int32, device=device)
-    return _counters[device][int(capturing)]
-
-
 def decode_gqa_triton(
     qkv: Tensor,
     q_norm: Tensor,
@@ -214,7 +198,7 @@ def decode_gqa_triton(
     out = torch.empty((batch, heads * dim), dtype=qkv.dtype, device=device)
     _decode_kernel[(batch, key_heads, splits)](
         qkv, q_norm, k_norm, eps, rope, rows.positions, rows.seq, rows.tables, keys, values, out,
-        part_o, part_m, part_s, _counter(device), qkv.stride(0), rows.tables.shape[1],
+        part_o, part_m, part_s, counters("decode_gqa", _MOST_PAIRS, device), qkv.stride(0), rows.tables.shape[1],
         dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
         PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=_TILE,
         SPLITS=_MOST_SPLITS, num_warps=4, num_stages=2, **overlapping(device, batch),

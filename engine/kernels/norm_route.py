@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.counters import counters
 from engine.kernels.gqa import add_norm_torch, add_norm_triton
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import (
     DECODE_ROWS,
     Routing,
-    _counter,
     _group,
     _is_last,
     _partial_logits,
@@ -157,7 +157,7 @@ def norm_route_triton(
     if count > DECODE_ROWS:
         h, x = add_norm_triton(h, parts, norm, eps)
         return h, x, route_triton(x, gate, None, None, rows, k=k, scaling=1.0, scoring="softmax")
-    most = most_tiles(count, k, num_experts)
+    most, counter = most_tiles(count, k, num_experts), counters("route", 1, device)
     weights = torch.empty((count, k), dtype=torch.float32, device=device)
     experts, order = (torch.empty(count * k, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
@@ -169,7 +169,7 @@ def norm_route_triton(
         new, x = torch.empty_like(h), torch.empty_like(h)
         logits = torch.empty(num_experts, dtype=torch.float32, device=device)
         _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS),)](
-            h, parts.contiguous(), norm, eps, gate, new, x, logits, _counter(device), *found,
+            h, parts.contiguous(), norm, eps, gate, new, x, logits, counter, *found,
             D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=_EXPERTS, num_warps=4,
             **shapes, **overlapping(device),
         )  # fmt: skip
@@ -185,7 +185,7 @@ def norm_route_triton(
     padded = triton.next_power_of_2(count * k)
     scratch = torch.empty(padded, dtype=torch.int32, device=device)
     _choose_kernel[(count,)](
-        logits, _counter(device), *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
+        logits, counter, *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
         TILE=tile_pairs(count), num_warps=4, **shapes, **overlapping(device, count),
     )  # fmt: skip
     return h, x, routing

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.counters import counters
 from engine.kernels.grouping import count_groups
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import dot, tl, triton
@@ -417,22 +418,6 @@ def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.
 
 #: Rows that one program chooses for.
 _ROWS = 8
-_counters: dict[torch.device, Tensor] = {}
-
-
-def _counter(device: torch.device) -> Tensor:
-    """A zero that kernels count in and leave at zero.
-
-    Captured launches share one and others another, so that a replayed graph may run beside a pass
-    of another stream. A zero written while a graph is captured would not be there until the graph
-    has run, so the first call must come before.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if device not in _counters:
-        if capturing:
-            raise RuntimeError("route: expected a call before the first capture, got none")
-        _counters[device] = torch.zeros(8, dtype=torch.int32, device=device)
-    return _counters[device][4 * int(capturing) :]
 
 
 def _ints(device: torch.device, *sizes: int) -> list[Tensor]:
@@ -531,7 +516,7 @@ def route_triton(
         "IMAGES": image is not None and image_bias is not None and bias is not None,
         "SOFTMAX": scoring == "softmax",
     }
-    counter = _counter(device)
+    counter = counters("route", 1, device)
     _router_kernel[grid](
         x, gate, logits, counter, *choice, count, most, scaling,
         D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **constants,
