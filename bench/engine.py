@@ -5,7 +5,9 @@
 
 The whole engine runs but for thread and HTTP: scheduler, fast runner, sampler, deltas, driven as
 fast as it goes. Weights are drawn from a seed, prompts are random ids that share nothing, greedy, EOS
-ignored. Modes: `eager` calls the torch twins, `graph` captures them, `fused` captures the kernels.
+ignored. Modes: `eager` calls torch's own operations, `graph` captures them, `fused` captures the
+kernels. The experts are ours in all of them: their twin unpacks every expert in every step, seconds
+long, so that any kernel would win against it.
 
 Rows: bench
 * "start": seconds from nothing to ready: weights drawn, steps captured and kernels made ready; and
@@ -43,6 +45,7 @@ from engine.device.build import free_memory, settle
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
+from engine.kernels.moe import moe_triton
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
@@ -101,6 +104,8 @@ class Engine:
         model = random_fast_model(
             config, kernels=KERNELS[mode], device=device, max_model_len=context
         )
+        if device == "cuda":
+            model.ops = dataclasses.replace(model.ops, moe=moe_triton)
         self._sync = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._sync()
         drawn = time.perf_counter()

@@ -135,6 +135,11 @@ JOBS = (
     Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
     Job(
+        "speculate-v4",
+        "bench.speculate --geometry v4-flash-8l --acceptance 1.8 --out gpu-speculate-v4-flash-8l",
+        80,
+    ),
+    Job(
         "step-v4",
         "bench.device_step --geometry v4-flash-8l --context 256,65536 --out gpu-step-v4-flash-8l",
         80,
@@ -155,7 +160,8 @@ JOBS = (
             "v4-flash-8l",
             "decode",
             "gpu-ablation-v4-flash-8l",
-            "--mode graph,eager --batch 1,64 --repeats 2 --new-tokens 12 --tokens 70000",
+            "--mode graph,eager --batch 1,4,16,64 --repeats 3 --new-tokens 32 --context 4096"
+            " --tokens 70000",
         ),
         90,
     ),

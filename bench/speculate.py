@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -216,8 +217,8 @@ def pace(core: EngineCore, batch: int, repeats: int, vocab: int) -> tuple[list[f
     return rates, steps
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of all batch sizes."""
+def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row of each batch size, each as soon as it is there."""
     config = with_draft(args.geometry)
     drafts, vocab = draft_tokens(config, drafter_in(config)), config.vocab_size
     model = random_fast_model(
@@ -235,7 +236,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
     core = make_engine(model, device, most, speculator)
     depth, layers = config.num_nextn_predict_layers, config.num_hidden_layers
     pool = core._runner._pool  # type: ignore[union-attr]
-    rows = []
     for batch in args.batch:
         before = core.stats().speculation
         rates, steps = pace(core, batch, args.repeats, vocab)
@@ -249,7 +249,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         both = bound_ms(config, model.weights, pool, batch, PROMPT + NEW // 2, of_layers)
         both += draft_ms(model, stages, of_drafts)
         length = 1 + (after.accepted - before.accepted) / max(1, taken)
-        row = {
+        yield {
             "bench": "speculate",
             "geometry": args.geometry,
             "mode": f"fixed acceptance {args.acceptance}",
@@ -265,15 +265,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
             "plain_tok_s": spread(plain_rates, 1),
             "times_plain": round(statistics.median(rates) / statistics.median(plain_rates), 3),
             "experts_touched": touched,
+            "experts_over_plain": round(sum(of_layers) / sum(one), 2),
             "bound_ms": round(both, 3),
             "bound_share": round(both / statistics.median(steps), 3),
             "plain_bound_ms": round(alone, 3),
             "times_plain_at_bound": round(length * alone / both, 3),
         }
-        rows.append(row)
-        for line in make_rows("bench.speculate", args.device, [row]):
-            print(orjson.dumps(line).decode(), flush=True)
-    return rows
 
 
 def main() -> None:
@@ -290,9 +287,12 @@ def main() -> None:
         "--out", default="", help="file of rows under bench/results, none by default"
     )
     args = parser.parse_args()
-    rows = measure(args, torch.device(args.device))
-    if args.out:
-        write_rows(args.out, make_rows("bench.speculate", args.device, rows))
+    rows = []
+    for row in measure(args, torch.device(args.device)):
+        print(orjson.dumps(row).decode(), flush=True)
+        rows.append(row)
+        if args.out:  # as it stands: what was measured is kept if the run is cut
+            write_rows(args.out, make_rows("bench.speculate", args.device, rows))
 
 
 if __name__ == "__main__":
