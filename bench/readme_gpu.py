@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from bench.readme_cells import Read, Row, met, spread
 from bench.readme_modes import modes
@@ -22,6 +21,8 @@ CACHED = 60
 BESIDE = 3.0
 #: Share of the memory bound that a V4.1 step at batch 1 is to reach.
 V41_SHARE = 0.45
+#: Whose kernels are compared.
+PEERS = {"ours": "ours", "flashinfer": "FlashInfer", "torch": "torch"}
 #: Rows of the largest step.
 MOST = max(STEPS)
 
@@ -272,20 +273,27 @@ def _peers(read: Read) -> list[str]:
     rows = [r for r in read("gpu-peers") if r["bench"] == "peer"]
     if not rows:
         return []
-    cases: dict[tuple[str, int, Any], dict[str, float]] = {}
+    cases: dict[str, dict[str, float]] = {}
     for r in rows:
-        key = r["what"], r["batch"], r.get("top_p", r.get("prompt_tokens"))
-        cases.setdefault(key, {})[r["mode"]] = r["us"]
+        cases.setdefault(_peer_case(r), {})[r["mode"]] = r["us"]
+    names = [name for name in PEERS if any(name in us for us in cases.values())]
     lines = [
-        "Sampler and choice of entries beside FlashInfer's kernels, us:",
+        "Kernels beside FlashInfer's, and beside torch's where it has one, us; of experts our whole pass, "
+        "but the others' two grouped products alone (`bench/micro/peers.py` says what each does):",
         "",
-        "| | batch | ours | FlashInfer |",
-        "|---|---|---|---|",
+        "| | " + " | ".join(PEERS[name] for name in names) + " |",
+        "|---" * (len(names) + 1) + "|",
     ]
-    for (what, batch, of), us in cases.items():
-        label = (
-            f"draw, top_p {of}" if what == "sample" else f"512 best entries of {of} tokens, ratio 4"
-        )
-        both = [f"{us[name]:.0f}" if name in us else "-" for name in ("ours", "flashinfer")]
-        lines.append(f"| {label} | {batch} | {both[0]} | {both[1]} |")
+    for label, us in cases.items():
+        cells = [f"{us[name]:.0f}" if name in us else "-" for name in names]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _peer_case(row: Row) -> str:
+    """What kernels are compared in."""
+    if row["what"] == "sample":
+        return f"draw, batch {row['batch']}, top_p {row['top_p']}"
+    if row["what"] == "top_k":
+        return f"512 best entries of {row['prompt_tokens']} tokens at ratio 4, batch {row['batch']}"
+    return f"experts of a prompt of {row['prompt_tokens']} tokens, `{row['geometry']}`"

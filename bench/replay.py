@@ -55,12 +55,12 @@ class Replay:
         self.engine = engine
         self._end = end
         self._modes = tuple(modes)
-        self._tails = engine.runner.tails
+        self._tails = engine.runner.prompts.tails
         self.use_graphs(graphs)
 
     def use_graphs(self, on: bool) -> None:
         """Run tails as they were captured, or launch by launch."""
-        self.engine.runner.tails = self._tails if on else None
+        self.engine.runner.prompts.tails = self._tails if on else None
 
     def ttft(self, length: int, repeats: int, chunk: int | None = None) -> Iterator[Row]:
         """One prompt alone, in chunks of the engine's size or smaller ones."""

@@ -56,16 +56,16 @@ class Inputs:
         moved = 3 * self.streams.nbytes + self.streams.nbytes // 2  # read, write, read; x and xq
         return moved + self.parts.nbytes + self.fn.nbytes
 
-    def turn(self, cuts: tuple[mhc_launch.Tiling, ...] | None) -> tuple[Tensor, ...]:
+    def turn(self, cut: mhc_launch.Tiling | None) -> tuple[Tensor, ...]:
         """`hc_turn` with a tiling of choice."""
         mixed, sums = mhc_launch.mixed(
-            self.streams, (self.parts, self.post, self.comb), self.fn, cuts
+            self.streams, (self.parts, self.post, self.comb), self.fn, cut
         )
         return mhc_launch.opened(mixed, sums, self.base, self.norm, None, **MIXING)
 
-    def close(self, cuts: tuple[mhc_launch.Tiling, ...] | None) -> Tensor:
+    def close(self, cut: mhc_launch.Tiling | None) -> Tensor:
         """The first kernel alone."""
-        return mhc_launch.mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cuts)[0]
+        return mhc_launch.mixed(self.streams, (self.parts, self.post, self.comb), self.fn, cut)[0]
 
 
 def check() -> None:
@@ -83,26 +83,15 @@ def check() -> None:
         print(f"check: T {rows}", {name: f"{error:.1e}" for name, error in errors.items()})
 
 
-def tilings(rows: int) -> dict[str, tuple[mhc_launch.Tiling, ...] | None]:
-    """Tilings to try: one kernel, or one that closes and one that projects."""
-    found: dict[str, tuple[mhc_launch.Tiling, ...] | None] = {"*": None}
-    close = mhc_launch.Tiling(1, 1024, 4, 4)
-    if rows <= 16:
-        options: list[tuple[mhc_launch.Tiling, ...]] = [
-            (mhc_launch.Tiling(1, 32, 128, 4),),
-            (mhc_launch.Tiling(1, 64, 64, 8),),
-        ]
-    elif rows <= 256:
-        options = [
-            (close, mhc_launch.Tiling(16, 128, 32, 4)),
-            (close, mhc_launch.Tiling(16, 64, 64, 4)),
-        ]
+def tilings(rows: int) -> dict[str, mhc_launch.Tiling | None]:
+    """Tilings to try."""
+    if rows <= mhc_launch.FEW:
+        options = [mhc_launch.Tiling(1, 32, 4), mhc_launch.Tiling(1, 64, 8)]
+    elif rows <= mhc_launch.MANY:
+        options = [mhc_launch.Tiling(16, 32, 4), mhc_launch.Tiling(16, 64, 8)]
     else:
-        options = [
-            (close, mhc_launch.Tiling(64, 64, 2, 8)),
-            (close, mhc_launch.Tiling(128, 32, 4, 8)),
-        ]
-    return found | {" + ".join(str(list(astuple(c))) for c in o): o for o in options}
+        options = [mhc_launch.Tiling(1, 1024, 4), mhc_launch.Tiling(32, 64, 4)]
+    return {"*": None} | {str(list(astuple(cut))): cut for cut in options}
 
 
 def main() -> None:
@@ -114,11 +103,11 @@ def main() -> None:
     for rows in (1, 64) if quick else (1, 16, 64, 8192):
         first = Inputs.make(rows)
         sets = [first] + [Inputs.make(rows) for _ in range(copies(first.nbytes, 40) - 1)]
-        for name, cuts in tilings(rows).items():
-            if quick and cuts is not None:
+        for name, cut in tilings(rows).items():
+            if quick and cut is not None:
                 continue
-            both = replayed_us([partial(i.turn, cuts) for i in sets], repeats=8)
-            alone = replayed_us([partial(i.close, cuts) for i in sets], repeats=8)
+            both = replayed_us([partial(i.turn, cut) for i in sets], repeats=8)
+            alone = replayed_us([partial(i.close, cut) for i in sets], repeats=8)
             share = first.nbytes / (both * 1e-6) / BANDWIDTH
             line = f"hc_turn T {rows:5} {both:8.2f} us (first {alone:7.2f}) {share:4.0%}  {name}"
             print(line, flush=True)

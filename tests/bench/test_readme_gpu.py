@@ -58,7 +58,11 @@ def rows() -> dict[str, list[Row]]:
              "blocks_held_at_the_end": 0},
         ],
         "gpu-peers": [
-            {"bench": "peer", "what": "sample", "mode": "ours", "batch": 1, "top_p": 0.95, "us": 40.0}
+            {"bench": "peer", "what": "sample", "mode": "ours", "batch": 1, "top_p": 0.95, "us": 40.0},
+            {"bench": "peer", "what": "top_k", "mode": "flashinfer", "batch": 1, "prompt_tokens": 64,
+             "us": 12.0},
+            {"bench": "peer", "what": "experts", "mode": "torch", "batch": 1, "prompt_tokens": 8192,
+             "geometry": "qwen", "us": 900.0},
         ],
         "gpu-replay-v41-40l": [
             {**replay, "mode": "off", "ttft_ratio": 1.0, "tflop_s": 300.0},
@@ -130,7 +134,9 @@ def text(of: dict[str, list[Row]]) -> str:
         "At batch 64 fused steps are **3.00x** as fast as unfused ones.",
         "fused: 198 of 200 equal, 1 up to a tie, 1 otherwise",
         "Of 1000 requests with 90 random aborts: **0 lost, 0 with another one's tokens",
-        "| draw, top_p 0.95 | 1 | 40 | - |",
+        "| draw, batch 1, top_p 0.95 | 40 | - | - |",
+        "| 512 best entries of 64 tokens at ratio 4, batch 1 | - | 12 | - |",
+        "| experts of a prompt of 8192 tokens, `qwen` | - | - | 900 |",
         "| 8192 | 900 (891-909) | **300** | **0.550** | 0.56 | 0.690 | 0.68 |",
         "16 prompts of 32768 at once, 1 new tokens: last first token 0.550 of `off`, throughput **1.80x**",
         "| 1 | **460** | 450 | 242 |",
