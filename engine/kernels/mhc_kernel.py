@@ -1,7 +1,8 @@
 """Triton kernels of engine.kernels.mhc: two or three launches from one site to the next.
 
 `mix_row` closes a site and projects the new streams onto the next site's mixing logits, in shares
-of d; for more than a few rows it only closes and `project_rows` projects, reading fn less often.
+of d; for more than a few rows `mix_rows` does, whose tiles of rows read fn less often, and for very
+many `mix_row` only closes, since projecting is then a product like any other.
 `open_site` adds the shares up, in order, and has two kinds of programs: one per row that makes the
 sublayer's input, and others that make the coefficients, which nothing needs before the sublayer's
 output: Sinkhorn's long chain of divisions delays nobody.
@@ -39,6 +40,15 @@ def _dot_fine(acc, a, b):
 def _with(values, value):
     """A tuple with one more value."""
     return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
+
+
+@triton.jit
+def _loads(places, apart, mask, COUNT: tl.constexpr):
+    """COUNT tiles, each `apart` behind the one before, as a tuple; 0 where masked."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = _with(found, tl.load(places + i * apart, mask=mask, other=0.0))
+    return found
 
 
 @triton.jit
@@ -106,7 +116,6 @@ def mix_row(
     sums,
     T,
     D,
-    share,
     shares,
     S: tl.constexpr,
     P: tl.constexpr,
@@ -116,39 +125,38 @@ def mix_row(
     BD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Close a site (P > 0 summands) and, where M > 0, sum up over a share of one row's d.
+    """Close a site (P > 0 summands) and, where M > 0, sum up over BD places of one row's d.
 
     sums [T, shares, SLOTS]: fn . R in slots 0 .. M - 1 (0 unless PROJECT), the sum of squares in M.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    _begin(fn, split * share, share, D, S, M if PROJECT else 0, SLOTS, OVERLAP)
+    _begin(fn, split * BD, BD, D, S, M if PROJECT else 0, SLOTS, OVERLAP)
     slot = tl.arange(0, SLOTS)
     acc = tl.zeros((SLOTS, BD), tl.float32)
     squares = tl.zeros((BD,), tl.float32)
-    for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
-        d = d0 + tl.arange(0, BD)
-        inside = d < D
-        lines = ()
-        if PROJECT:
-            for j in tl.static_range(S):
-                places = fn + slot[:, None] * S * D + j * D + d[None, :]
-                mask = (slot < M)[:, None] & inside[None, :]
-                lines = _with(lines, tl.load(places, mask=mask, other=0.0))
+    d = split * BD + tl.arange(0, BD)
+    inside = d < D
+    lines = ()
+    if PROJECT:
+        for j in tl.static_range(S):
+            places = fn + slot[:, None] * S * D + j * D + d[None, :]
+            mask = (slot < M)[:, None] & inside[None, :]
+            lines = _with(lines, tl.load(places, mask=mask, other=0.0))
+    if P > 0:
+        new = _close(streams, parts, post, comb, out, row, d, D, S, P)
+    for j in tl.static_range(S if M > 0 else 0):
         if P > 0:
-            new = _close(streams, parts, post, comb, out, row, d, D, S, P)
-        for j in tl.static_range(S if M > 0 else 0):
-            if P > 0:
-                stream = new[j].to(tl.float32)
-            else:
-                stream = tl.load(streams + (row * S + j) * D + d, mask=inside, other=0.0)
-                stream = stream.to(tl.float32)
-            if PROJECT:
-                # Slot M is the sum of squares: the stream times itself.
-                line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
-                acc += line * stream[None, :]
-            else:
-                squares += stream * stream
+            stream = new[j].to(tl.float32)
+        else:
+            stream = tl.load(streams + (row * S + j) * D + d, mask=inside, other=0.0)
+            stream = stream.to(tl.float32)
+        if PROJECT:
+            # Slot M is the sum of squares: the stream times itself.
+            line = tl.where((slot == M)[:, None], stream[None, :], lines[j])
+            acc += line * stream[None, :]
+        else:
+            squares += stream * stream
     if M > 0:
         if PROJECT:
             result = tl.sum(acc, axis=1)
@@ -157,40 +165,85 @@ def mix_row(
         tl.store(sums + (row * shares + split) * SLOTS + slot, result)
 
 
-@triton.jit(do_not_specialize=["T", "shares", "behind"])
-def project_rows(
+@triton.jit
+def _settled(x):
+    """A tile of bfloat16 as it is, worked out once.
+
+    Every warp holds the left operand of a product of so few rows. Left alone, the compiler would
+    have each load and compute the whole tile rather than exchange the result.
+    """
+    if not _INTERPRETED and x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "shares"])
+def mix_rows(
     streams,
+    parts,
+    post,
+    comb,
     fn,
+    out,
     sums,
     T,
     D,
-    share,
     shares,
-    behind,
     S: tl.constexpr,
+    P: tl.constexpr,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sum up fn . R of BT rows, in the shares of sums from `behind` on; they share what is read of fn."""
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    """Do as `mix_row` for BT rows and BD places of d, and project."""
+    first = tl.program_id(0) * BT
     split = tl.program_id(1)
-    _begin(fn, split * share, share, D, S, M, SLOTS, OVERLAP)
-    row = t.to(tl.int64)[:, None]
+    _begin(fn, split * BD, BD, D, S, M, SLOTS, OVERLAP)
+    # Offsets within the tile are 32 bits wide: wider ones would take registers.
+    start = first.to(tl.int64)
+    streams += start * S * D
+    parts += start * P * D
+    out += start * S * D
+    t = tl.arange(0, BT)
+    row = t[:, None]
+    d = split * BD + tl.arange(0, BD)
+    live = t < T - first
+    inside = live[:, None] & (d < D)[None, :]
     slot = tl.arange(0, SLOTS)
+    dtype: tl.constexpr = streams.dtype.element_ty
+    summands = _loads(parts + row * P * D + d[None, :], D, inside, P)
+    own = row * S * D + d[None, :]
+    old = _loads(streams + own, D, inside, S)
+    places = fn + slot[None, :] * S * D + d[:, None]
+    lines = _loads(places, D, (slot < M)[None, :] & (d < D)[:, None], S)
+    gains = _loads(post + (first + t) * S, 1, live, S if P > 0 else 0)
+    weights = _loads(comb + (first + t) * S * S, 1, live, S * S if P > 0 else 0)
+    y = tl.zeros((BT, BD), tl.float32)
+    if P > 0:
+        for p in tl.static_range(P):
+            y += summands[p].to(tl.float32)
+        y = cast(y, dtype).to(tl.float32)
     acc = tl.zeros((BT, SLOTS), tl.float32)
-    for d0 in tl.range(split * share, tl.minimum(split * share + share, D), BD):
-        d = d0 + tl.arange(0, BD)
-        inside = (t < T)[:, None] & (d < D)[None, :]
-        for j in tl.static_range(S):
-            a = tl.load(streams + (row * S + j) * D + d[None, :], mask=inside, other=0.0)
-            places = fn + slot[None, :] * S * D + j * D + d[:, None]
-            b = tl.load(places, mask=(slot < M)[None, :] & (d < D)[:, None], other=0.0)
-            acc = _dot_fine(acc, a, b)
-    places = sums + (row * shares + behind + split) * SLOTS + slot[None, :]
-    tl.store(places, acc, mask=(t < T)[:, None])
+    squares = tl.zeros((BT, BD), tl.float32)
+    for j in tl.static_range(S):
+        stream = old[j].to(tl.float32)
+        new = cast(stream, dtype)
+        if P > 0:
+            stream = y * gains[j][:, None]
+            for i in tl.static_range(S):
+                stream += weights[i * S + j][:, None] * old[i].to(tl.float32)
+            new = cast(stream, dtype)
+            tl.store(out + own + j * D, new, mask=inside)
+            new = _settled(new)
+        squares += new.to(tl.float32) * new.to(tl.float32)
+        acc = _dot_fine(acc, new, lines[j])
+    acc = tl.where((slot == M)[None, :], tl.sum(squares, axis=1)[:, None], acc)
+    place = sums + start * shares * SLOTS + (row * shares + split) * SLOTS + slot[None, :]
+    tl.store(place, acc, mask=live[:, None])
 
 
 @triton.jit

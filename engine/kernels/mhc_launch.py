@@ -7,57 +7,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.mhc_kernel import SLOTS, mix_row, open_site, project_rows, split_rows
+from engine.kernels.mhc_kernel import SLOTS, mix_row, mix_rows, open_site, split_rows
 from engine.kernels.overlap import overlaps
 from engine.kernels.triton_compat import triton
 
-#: Programs that keep an H200 busy.
-_PROGRAMS = 264
 #: Up to so many rows there is room for the programs of two kernels.
 OVERLAP_ROWS = 32
+#: Up to so many rows each reads fn for itself.
+FEW = 8
 #: From more rows on, throughput counts and not the number of launches.
 MANY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one of the first kernels is cut up.
+    """How the first kernel is cut up.
 
     Args:
-        bt: rows per program; 1 takes `mix_row`, more takes `project_rows`.
-        bd: places of d per step.
-        splits: shares of d.
+        bt: rows per program; 1 takes `mix_row`, 16 or more take `mix_rows`.
+        bd: places of d per program.
         warps: per program.
     """
 
     bt: int
     bd: int
-    splits: int
     warps: int
 
 
-def tilings(rows: int, width: int) -> tuple[Tiling, ...]:
-    """Tilings for T rows of streams of width d: a table by class of T.
-
-    One: closing and projecting are one kernel, which reads fn for each row. Two: a kernel each.
-    """
-    if rows <= 8:
-        return (Tiling(1, 64, triton.cdiv(width, 64), 4),)
-    splits = max(1, min(_PROGRAMS // triton.cdiv(rows, 16), width // 128))
-    return Tiling(1, 512, triton.cdiv(width, 512), 4), Tiling(16, 64, splits, 4)
-
-
-def _shares(width: int, cut: Tiling) -> tuple[int, int]:
-    """Places of d in a share, and how many shares there are."""
-    share = triton.cdiv(triton.cdiv(width, cut.splits), cut.bd) * cut.bd
-    return share, triton.cdiv(width, share)
+def tiling(rows: int, dtype: torch.dtype, *, projects: bool) -> Tiling:
+    """Tiling for T rows: a table by class of T."""
+    if rows <= FEW:
+        return Tiling(1, 64, 4)
+    # So many rows are a product like any other, which cuBLAS does best.
+    apart = rows > MANY and dtype == torch.bfloat16
+    return Tiling(16, 64, 4) if projects and not apart else Tiling(1, 512, 4)
 
 
 def mixed(
     streams: Tensor,
     closing: tuple[Tensor, Tensor, Tensor] | None,
     fn: Tensor | None,
-    cuts: tuple[Tiling, ...] | None = None,
+    cut: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Close a site, sum up for the next one's logits, or both.
 
@@ -65,67 +55,38 @@ def mixed(
         streams: R [T, S, d], contiguous.
         closing: (parts, post, comb) of the site to close, or None.
         fn: of the site to open, or None.
-        cuts: tilings of one kernel or two, by default those of `tilings`.
+        cut: by default that of `tiling`.
 
     Returns:
         R', and sums [T, shares, SLOTS], which add up to fn . R' and in slot M to the squares of R'.
     """
     rows, count, width = streams.shape
-    cuts = cuts or tilings(rows, width)
-    share, splits = _shares(width, cuts[0])
-    apart = len(cuts) == 2 and fn is not None
-    # So many rows are a product like any other, which cuBLAS does best.
-    pieces = apart and rows > MANY and streams.dtype == torch.bfloat16
-    more = (3 if pieces else _shares(width, cuts[1])[1]) if apart else 0
-    shape = rows, splits + more, SLOTS
+    cut = cut or tiling(rows, streams.dtype, projects=fn is not None)
+    splits = triton.cdiv(width, cut.bd)
+    pieces = fn is not None and cut.bt == 1 and rows > MANY
+    shape = rows, splits + (3 if pieces else 0), SLOTS
     sums = torch.empty(shape, dtype=torch.float32, device=streams.device)
     out = streams if closing is None else torch.empty_like(streams)
     parts, post, comb = closing or (streams, streams, streams)
     overlap = _overlaps(streams)
-    mix_row[(rows, splits)](
-        streams,
-        parts,
-        post,
-        comb,
-        streams if fn is None else fn,
-        out,
-        sums,
-        rows,
-        width,
-        share,
-        splits + more,
-        S=count,
-        P=0 if closing is None else parts.shape[1],
-        M=0 if fn is None else fn.shape[0],
-        PROJECT=fn is not None and not apart,
-        SLOTS=SLOTS,
-        BD=cuts[0].bd,
-        OVERLAP=overlap,
-        launch_pdl=overlap,
-        num_warps=cuts[0].warps,
-    )
+    shared = {
+        "S": count,
+        "P": 0 if closing is None else parts.shape[1],
+        "M": 0 if fn is None else fn.shape[0],
+        "SLOTS": SLOTS,
+        "BD": cut.bd,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
+        "num_warps": cut.warps,
+    }
+    given = streams, parts, post, comb, streams if fn is None else fn, out, sums, rows, width
+    if cut.bt == 1:
+        project = fn is not None and not pieces
+        mix_row[(rows, splits)](*given, shape[1], PROJECT=project, **shared)
+    else:
+        mix_rows[(triton.cdiv(rows, cut.bt), splits)](*given, splits, BT=cut.bt, **shared)
     if fn is not None and pieces:
         sums[:, splits:] = _project_many(out, fn)
-    elif fn is not None and apart:
-        share, _ = _shares(width, cuts[1])
-        project_rows[(triton.cdiv(rows, cuts[1].bt), more)](
-            out,
-            fn,
-            sums,
-            rows,
-            width,
-            share,
-            splits + more,
-            splits,
-            S=count,
-            M=fn.shape[0],
-            SLOTS=SLOTS,
-            BT=cuts[1].bt,
-            BD=cuts[1].bd,
-            OVERLAP=overlap,
-            launch_pdl=overlap,
-            num_warps=cuts[1].warps,
-        )
     return out, sums
 
 
