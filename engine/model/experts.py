@@ -228,13 +228,14 @@ class PagedExperts:
         return total
 
     def _bring_in(self, ops: Ops, routing: Routing) -> Tensor:
-        """Decide and copy on the device; gives tiles that name slots."""
-        triton = ops.name == "triton"
-        decide, copy = (
-            (decide_triton, bring_in_triton) if triton else (decide_torch, bring_in_torch)
-        )
-        tiles = decide(routing.experts, routing.tiles, self.state)
-        copy(self.store, self.slots, self.state)
+        """Decide and copy on the device, behind what comes ahead; gives tiles that name slots."""
+        joins = self._await_ahead()
+        if ops.name == "triton":
+            tiles = decide_triton(routing.experts, routing.tiles, self.state, joins=joins)
+            bring_in_triton(self.store, self.slots, self.state)
+        else:
+            tiles = decide_torch(routing.experts, routing.tiles, self.state)
+            bring_in_torch(self.store, self.slots, self.state)
         return tiles
 
     def takes_ahead(self, pairs: int) -> bool:

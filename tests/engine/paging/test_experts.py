@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from engine.kernels.formats import Matrix
 from engine.kernels.fp4 import stored_codes, stored_scales
 from engine.kernels.ops import Ops, ops
+from engine.kernels.paging import STEP
 from engine.kernels.router import Routing
 from engine.model import hostmem
 from engine.model.expert_layout import ExpertLayout
@@ -95,6 +96,23 @@ def test_padding_touches_nothing() -> None:
     assert (parts[:, :TOP_K] == 0).all()
     assert (parts[:, TOP_K] != 0).any()
     assert not any(other.state.counters.tolist()[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_pass_waits_for_what_comes_ahead(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Once, and before it decides, be it one wave or several; a capture must not end without it."""
+    other = paged("plain", 3)
+    awaited: list[tuple[object, int]] = []
+    monkeypatch.setattr(
+        PagedExperts,
+        "_await",
+        lambda self, ready: awaited.append((ready, int(self.state.counters[STEP]))),
+    )
+    event = object()
+    other.hold_ahead(event, ())  # type: ignore[arg-type]
+    for seed in range(2):
+        run(other, *routing(ops("torch"), rows, seed))
+    assert [step for ready, step in awaited if ready is event] == [0]
 
 
 def test_layout_keeps_every_tensor_of_an_expert() -> None:
