@@ -9,8 +9,9 @@ import argparse
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine import TINY_CHECKPOINT
 from engine.api import EngineError
@@ -19,9 +20,12 @@ from engine.config import ModelConfig
 from engine.config_checks import CSA_RATIO
 from engine.memory import MemoryPlan, blocks_for_gpu, container_memory, plan_memory
 from engine.model.names import part
-from engine.options import EngineConfig
+from engine.options import EngineConfig, rule_of
 from engine.plan.replay import tail_problems
 from engine.speculation import speculation_problems
+
+#: Options of the engine that an audit takes: all but the file that every variant would write anew.
+_AUDITED = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "record_routing"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,10 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     audit.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each request")
     audit.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up")
     audit.add_argument("--out", type=Path, default=Path("audit"), help="folder of the report")
-    audit.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     audit.add_argument(
-        "--context", type=int, metavar="N", help="tokens; the model's own by default"
+        "--limit", type=float, default=900, metavar="S", help="seconds that a variant may take"
     )
+    own = audit.add_argument_group("the engine as configured", "as bathyal serve takes them")
+    for name in _AUDITED:
+        own.add_argument(_flag(name), metavar="VALUE", help=rule_of(name).about.replace("%", "%%"))
     try:
         args = parser.parse_args(argv)
     except SystemExit as done:  # argparse exits by itself, with 0 for --help
@@ -110,18 +116,35 @@ def _verify(folder: Path, atol: float | None) -> int:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    from engine.audit import Load, audit, write_report
+    from engine.audit import Load, audit
+    from engine.audit_report import write_report
 
     load = Load(
         lengths=_numbers("--lengths", args.lengths),
         concurrency=_numbers("--concurrency", args.concurrency),
         new_tokens=args.new_tokens,
         repeats=args.repeats,
+        limit=args.limit,
     )
-    options = EngineConfig(device=args.device, max_model_len=args.context)
+    options = EngineConfig(**dict(_given(args)))
     report = write_report(audit(args.model, options, load), args.out)
     print(f"wrote {report}")
     return 0
+
+
+def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Options of the engine that stand on the command line."""
+    for name in _AUDITED:
+        text, rule = getattr(args, name), rule_of(name)
+        if text is not None:
+            try:
+                yield name, rule.parse(text)
+            except ValueError:
+                raise ValueError(f"{_flag(name)}: expected {rule.accepted}, got {text!r}") from None
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

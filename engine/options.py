@@ -24,6 +24,8 @@ GPU_MIXED_TOKENS = 1024
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: Rows of prompts' tails that are captured: all for which it was measured to be faster.
 TAIL_BUCKETS = (128, 256, 384, 512, 768, 1024)
+#: Rows of passes over prompts that are captured; longer ones keep the device busy anyway.
+PROMPT_BUCKETS = (128, 256, 512, 1024)
 #: Weights for which a further CPU thread pays.
 BYTES_PER_THREAD = 64_000_000
 
@@ -55,6 +57,48 @@ class Rule:
         if self.file:
             return "a file that exists" if self.file == "old" else "a file in a folder that exists"
         return "on or off" if self.least is None else f"a whole number of at least {self.least}"
+
+    def parse(self, text: str) -> Any:
+        """Read a value as a command line or a variable has it.
+
+        Raises:
+            ValueError: it is none of what `accepted` says.
+        """
+        if self.file:
+            return old_file(text) if self.file == "old" else new_file(text)
+        if self.least is not None:
+            number = int(text)
+            if number < self.least:
+                raise ValueError
+            return number
+        words: dict[str, Any] = {word: word for word in self.choices} or {"on": True, "off": False}
+        if text not in words:
+            raise ValueError
+        return words[text]
+
+
+def new_file(text: str) -> Path:
+    """Read the path of a file that can be written.
+
+    Raises:
+        ValueError: it is a folder, or in none that exists.
+    """
+    path = Path(text).expanduser()
+    if not text or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError
+    return path
+
+
+def old_file(text: str) -> Path:
+    """Read the path of a file.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError
+    return path
 
 
 def _option(
@@ -107,7 +151,8 @@ class EngineConfig:
     )
     graphs: bool | None = _option(
         None,
-        "whether the fast runner captures decode steps as CUDA graphs; left open: on a GPU",
+        "whether the fast runner captures decode steps as CUDA graphs, and passes over up to 1024 rows"
+        " of prompts where experts are not paged; left open: on a GPU",
         resolvable=True,
     )
     lookahead: bool = _option(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from engine import TINY_CHECKPOINT
-from engine.options import EngineConfig, rule_of
+from engine.options import EngineConfig, new_file, old_file, rule_of
 
 ProfileName = Literal["official", "sglang", "agent"]
 LogLevel = Literal["error", "warning", "info"]
@@ -60,24 +60,11 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(_name(part.strip()) for part in text.split(","))
 
 
-def _switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise ValueError
-    return text == "on"
-
-
 def _backend(text: str) -> str:
     kind, _, argument = text.partition(":")
     if text != "embedded" and not (kind == "scripted" and argument):
         raise ValueError
     return text
-
-
-def _file(text: str) -> Path:
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise ValueError
-    return path
 
 
 def _profile(text: str) -> ProfileName:
@@ -89,14 +76,7 @@ def _profile(text: str) -> ProfileName:
 def _store(text: str) -> str:
     if text in ("off", "memory"):
         return text
-    return str(_new_file(text))
-
-
-def _new_file(text: str) -> Path:
-    path = Path(text).expanduser()
-    if not text or path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError
-    return path
+    return str(new_file(text))
 
 
 def _log_level(text: str) -> LogLevel:
@@ -140,23 +120,8 @@ def _rule(
 def _engine_option(name: str) -> Any:
     """A setting that is an option of the engine, as engine.options declares it."""
     rule = rule_of(name)
-
-    def parse(text: str) -> Any:
-        if rule.file:
-            return _file(text) if rule.file == "old" else _new_file(text)
-        if rule.choices:
-            if text not in rule.choices:
-                raise ValueError
-            return text
-        if rule.least is None:
-            return _switch(text)
-        number = int(text)
-        if number < rule.least:
-            raise ValueError
-        return number
-
     default = getattr(EngineConfig(), name)
-    return field(default=default, metadata=_rule(parse, rule.accepted, rule.about))
+    return field(default=default, metadata=_rule(rule.parse, rule.accepted, rule.about))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +214,7 @@ class Settings:
     record: Path | None = field(
         default=None,
         metadata=_rule(
-            _new_file,
+            new_file,
             "a file in a folder that exists",
             "file that every exchange is appended to, prompt and reply, for bathyal replay",
         ),
@@ -365,7 +330,7 @@ class Settings:
     api_keys: Path | None = field(
         default=None,
         metadata=_rule(
-            _file,
+            old_file,
             "a file that exists",
             "TOML file of the keys that clients must send, with limits of their own",
         ),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+import engine.audit
 from engine.api import EngineError
-from engine.audit import Load, audit, variants, write_report
+from engine.audit import Load, audit, variants
+from engine.audit_report import write_report
 from engine.cli import main
+from engine.core import EngineCore
 from engine.options import EngineConfig
 from tests.engine.model import build
 
@@ -62,13 +67,36 @@ def test_report_has_every_variant(checkpoint: Path, tmp_path: Path) -> None:
         assert [r["kind"] for r in rows] == ["cold", "warm"]
         assert all(r["ttft_ms"] > 0 and r["tok_s"] > 0 for r in rows)
     assert result["skipped"] == {}
-    assert result["logprobs"]["prefix cache off"]["max"] < 1e-4
-    assert result["logprobs"]["prefill exact"]["max"] < 1e-4
+    for name, differences in result["logprobs"].items():
+        assert differences["prompt"]["tokens"] == 19
+        assert differences["reply"]["tokens"] == 3
+        assert differences["prompt"]["max"] < 1e-4
+        assert (differences["reply"]["max"] > 1e-4) == (name == "prefill bounded")
     saved = orjson.loads((tmp_path / "out" / "audit.json").read_bytes())
     assert len(saved["rows"]) == 2 * len(names)
-    for plot in ("ttft_ms", "itl_ms", "tok_s"):
+    for plot in ("ttft_ms", "itl_ms", "itl_p99_ms", "tok_s", "memory"):
         svg = (tmp_path / "out" / f"{plot}.svg").read_text()
         assert svg.count("<rect") == 2 * len(names)
+    logprobs = (tmp_path / "out" / "logprobs.svg").read_text()
+    assert logprobs.count("<rect") == 4 * (len(names) - 1)
+
+
+def test_a_variant_that_takes_too_long_is_left(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured of it stays, the others go on, and the report says which and why."""
+    measure = engine.audit._rows
+
+    def rows(core: EngineCore, vocab: int, load: Load, end: float) -> Iterator[dict[str, Any]]:
+        over = -1.0 if not core._scheduler.prefix.enabled else end
+        yield from measure(core, vocab, load, over)
+
+    monkeypatch.setattr(engine.audit, "_rows", rows)
+    load = dataclasses.replace(LOAD, limit=1e6)
+    result = audit(checkpoint, OPTIONS, load, say=lambda line: None)
+    assert result["skipped"] == {"prefix cache off": "not measured to its end within 1e+06 s"}
+    report = write_report(result, tmp_path).read_text()
+    assert "`prefix cache off`: not measured to its end within 1e+06 s" in report
 
 
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
@@ -90,6 +118,39 @@ def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) 
     """Numbers that are none exit with 2 and the flag's name."""
     assert main(["audit", "--lengths", "12,x"]) == 2
     assert "--lengths: expected positive numbers" in capsys.readouterr().err
+    assert main(["audit", "--max-num-seqs", "none"]) == 2
+    assert (
+        "--max-num-seqs: expected a whole number of at least 1, got 'none'"
+        in capsys.readouterr().err
+    )
+    assert main(["audit", "--prefix-cache", "maybe"]) == 2
+    assert "--prefix-cache: expected on or off, got 'maybe'" in capsys.readouterr().err
+
+
+def test_the_command_audits_the_engine_that_its_flags_describe(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option but one is a flag, as it is for the server; the report is of that engine."""
+    given: list[EngineConfig] = []
+
+    def note(path: Path, options: EngineConfig, load: Load) -> dict[str, Any]:
+        given.append(options)
+        assert path == checkpoint
+        assert load == Load((5, 7), (2,), 3, 1, limit=60.0)
+        return {"model": "m", "machine": "", "load": {"repeats": 1}, "rows": [], "logprobs": {}, "skipped": {}}  # fmt: skip
+
+    monkeypatch.setattr(engine.audit, "audit", note)
+    flags = "--device cpu --max-num-seqs 4 --block-size 32 --prefix-cache off --speculation auto"
+    load = "--lengths 5,7 --concurrency 2 --new-tokens 3 --repeats 1 --limit 60"
+    where = ["--model", str(checkpoint), "--out", str(tmp_path)]
+    assert main(["audit", *where, *flags.split(), *load.split()]) == 0
+    assert given == [
+        EngineConfig(
+            device="cpu", max_num_seqs=4, block_size=32, prefix_cache=False, speculation="auto"
+        )
+    ]
+    assert (tmp_path / "report.md").read_text().startswith("# Audit of m")
+    assert main(["audit", "--record-routing", "x"]) == 2
 
 
 def test_paging_is_a_switch() -> None:
