@@ -64,6 +64,7 @@ class Config:
         bk: columns of the weight per step.
         split: shares of K.
         stages: of the software pipeline.
+        left: whether the weight is the left operand; bfloat16, or FP8 with rows of bfloat16.
     """
 
     bt: int
@@ -71,6 +72,7 @@ class Config:
     bk: int
     split: int
     stages: int
+    left: bool = False
 
 
 def takes(rows: int, w: Matrix) -> bool:
@@ -179,7 +181,7 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         OVERLAP=overlap,
         MOST=most,
         FORMS=tuple(forms),
-        TILES=tuple((c.bt, c.bn, c.bk, c.stages) for c in configs),
+        TILES=tuple((c.bt, c.bn, c.bk, c.stages, c.left) for c in configs),
         num_warps=8 if large else 4,
         maxnreg=128 if large else None,
         launch_pdl=overlap,

@@ -162,6 +162,68 @@ def _tile(
 
 
 @triton.jit
+def _tile_left(
+    x,
+    w,
+    scale,
+    bytes_ahead,
+    n0,
+    t0,
+    first,
+    last,
+    T,
+    N,
+    K,
+    stride,
+    HOPPER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Do as `_tile`, with the weight as the left operand and 16 rows or more.
+
+    Hopper's tensor cores take the left operand from registers, where a packed weight is unpacked,
+    and the right one from shared memory, where x lies as it came: nothing is written back.
+    """
+    t = t0 + tl.arange(0, BT)
+    n = n0 + tl.arange(0, BN)
+    SIDE: tl.constexpr = _side(BLOCK, BK, BT)
+    PIECES: tl.constexpr = BK // SIDE
+    k = tl.arange(0, SIDE)
+    acc = tl.zeros((BN, BT), tl.float32)
+    live = (t < T)[None, :]
+    for k0 in tl.range(first, last, BK, num_stages=STAGES):
+        if BLOCK > 0:
+            bytes_here = bytes_ahead
+            bytes_ahead = _scales(scale, n0, k0 + BK, N, K, BLOCK, BT, BN, SIDE, PIECES)
+        for piece in tl.static_range(PIECES):
+            at = k0 + piece * SIDE + k
+            rows = x + t[None, :] * stride + at[:, None]
+            columns = w + n[:, None].to(tl.int64) * K + at[None, :]
+            if EVEN:
+                a = tl.load(columns)
+                b = tl.load(rows, mask=live, other=0.0)
+            else:
+                inside = at < last
+                a = tl.load(columns, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+                b = tl.load(rows, mask=live & inside[:, None], other=0.0)
+            if BLOCK > 0:
+                a = _e4m3_as_bf16(a) if HOPPER else a.to(tl.float32).to(tl.bfloat16)
+                factor = power_device(bytes_here[piece])
+                if BN > BLOCK:
+                    factor = tl.trans(factor)
+                products = dot(a, b, tl.zeros((BN, BT), tl.float32))
+                acc += products * (factor * 2.0**60 if HOPPER else factor)
+            else:
+                acc = dot(a, b, acc)
+    acc = tl.trans(acc)
+    return acc * 2.0**60 if HOPPER and BLOCK > 0 else acc
+
+
+@triton.jit
 def _finish(acc, out, powers, n0, t, T, N, GROUP: tl.constexpr):
     """Cast, round and store a tile of the result, whose columns begin at n0."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -204,6 +266,7 @@ def _job(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    LEFT: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """One program of one product: a tile of the result, over one share of K."""
@@ -221,10 +284,16 @@ def _job(
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     x += n0 // rows_of_group * K
-    acc = _tile(
-        x, w, scale, scales, n0, t0, first, last, T, N, K, stride,
-        HOPPER, BLOCK, EVEN, BT, BN, BK, STAGES,
-    )  # fmt: skip
+    if LEFT:
+        acc = _tile_left(
+            x, w, scale, scales, n0, t0, first, last, T, N, K, stride,
+            HOPPER, BLOCK, EVEN, BT, BN, BK, STAGES,
+        )  # fmt: skip
+    else:
+        acc = _tile(
+            x, w, scale, scales, n0, t0, first, last, T, N, K, stride,
+            HOPPER, BLOCK, EVEN, BT, BN, BK, STAGES,
+        )  # fmt: skip
     t = t0 + tl.arange(0, BT)
     n = n0 + tl.arange(0, BN)
     inside = (t < T)[:, None] & (n < N)[None, :]
@@ -301,7 +370,7 @@ def gemv_kernel(
 ):
     """Programs of up to four products.
 
-    FORMS: (block, even, parts, waits, out group) of each; TILES: (bt, bn, bk, stages).
+    FORMS: (block, even, parts, waits, out group) of each; TILES: (bt, bn, bk, stages, left).
     """
     program = tl.program_id(0)
     first = 0
@@ -311,6 +380,6 @@ def gemv_kernel(
                 xs[j], ws[j], scales[j], outs[j], powers[j], scratches[j], counters[j],
                 program - first, T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
                 HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3], FORMS[j][4],
-                TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], MOST,
+                TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], TILES[j][4], MOST,
             )  # fmt: skip
         first = ends[j]

@@ -127,10 +127,8 @@ def _logits_kernel(
     x, gate, logits, T, E: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr,
     BE: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
     _partial_logits(x, gate, logits, tl.program_id(1) * BT, tl.program_id(0) * BE,
-                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK)  # fmt: skip
+                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK, OVERLAP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "most"])

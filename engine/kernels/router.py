@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.counters import counters
 from engine.kernels.grouping import count_groups
+from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import dot, tl, triton
 
@@ -191,22 +192,45 @@ def _score(x):
 
 
 @triton.jit
+def _with(values, value):
+    """A tuple with one more value."""
+    return values + (value,)  # noqa: RUF005 - the compiler has no starred elements
+
+
+@triton.jit
 def _partial_logits(x, gate, logits, first, expert, split, T, E: tl.constexpr, D: tl.constexpr,
                     SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-                    BK: tl.constexpr):  # fmt: skip
-    """Logits of BT rows and BE experts over one part of the columns: [SPLITS, T, E]."""
+                    BK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Logits of BT rows and BE experts over one part of the columns: [SPLITS, T, E].
+
+    A few steps' weights, which no kernel writes, are on their way while it waits for the one before.
+    """
     rows = first + tl.arange(0, BT)
     experts = expert + tl.arange(0, BE)
     per: tl.constexpr = (D + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    AHEAD: tl.constexpr = per // BK if per <= 4 * BK else 0
+    of_gate = gate + experts[:, None] * D
+    of_x = x + rows[None, :].to(tl.int64) * D
+    ahead = ()
+    for step in tl.static_range(AHEAD):
+        columns = split * per + step * BK + tl.arange(0, BK)
+        inside = (experts < E)[:, None] & (columns < D)[None, :]
+        ahead = _with(ahead, tl.load(of_gate + columns[None, :], mask=inside, other=0.0))
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     acc = tl.zeros((BE, BT), tl.float32)
-    for begin in range(0, per, BK):
-        columns = split * per + begin + tl.arange(0, BK)
-        inside = columns < D
-        w = tl.load(gate + experts[:, None] * D + columns[None, :],
-                    mask=(experts < E)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-        values = tl.load(x + rows[None, :].to(tl.int64) * D + columns[:, None],
-                         mask=(rows < T)[None, :] & inside[:, None], other=0.0)  # fmt: skip
-        acc = dot(w, values.to(w.dtype), acc)
+    for step in tl.static_range(AHEAD):
+        columns = split * per + step * BK + tl.arange(0, BK)
+        inside = (rows < T)[None, :] & (columns < D)[:, None]
+        values = tl.load(of_x + columns[:, None], mask=inside, other=0.0)
+        acc = dot(ahead[step], values.to(gate.dtype.element_ty), acc)
+    for begin in range(AHEAD * BK, per, BK):
+        place = split * per + begin + tl.arange(0, BK)
+        w = tl.load(of_gate + place[None, :], mask=(experts < E)[:, None] & (place < D)[None, :],
+                    other=0.0)  # fmt: skip
+        mine = tl.load(of_x + place[:, None], mask=(rows < T)[None, :] & (place < D)[:, None],
+                       other=0.0)  # fmt: skip
+        acc = dot(w, mine.to(w.dtype), acc)
     out = logits + (split * T + rows[None, :]).to(tl.int64) * E + experts[:, None]
     tl.store(out, acc, mask=(rows < T)[None, :] & (experts < E)[:, None])
 
@@ -377,12 +401,12 @@ def _router_kernel(x, gate, logits, counter, bias, image, image_bias, table, ids
                    KP: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
                    BK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
                    HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
-                   WHOLE: tl.constexpr):  # fmt: skip
+                   WHOLE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Parts of the logits; WHOLE (up to ROWS rows): the last program does all the rest."""
     if WHOLE:  # read by all, since the last one would have to wait for it
         slot, chosen = _given(ids, seq, slots, table, 0, T, K, KP, ROWS, HASHED)
     _partial_logits(x, gate, logits, tl.program_id(1) * BT, tl.program_id(0) * BE,
-                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK)  # fmt: skip
+                    tl.program_id(2), T, E, D, SPLITS, BT, BE, BK, OVERLAP)  # fmt: skip
     if WHOLE:  # noqa: SIM102 - one of the two is known to the compiler
         if _is_last(counter, tl.num_programs(0) * tl.num_programs(2)):
             chosen = _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights,
@@ -397,10 +421,12 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
                    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SPLITS: tl.constexpr,
                    ROWS: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
                    HASHED: tl.constexpr, IMAGES: tl.constexpr, SOFTMAX: tl.constexpr,
-                   GROUPED: tl.constexpr):  # fmt: skip
+                   GROUPED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Choose for ROWS rows; GROUPED: the last program sorts the pairs."""
     first = tl.program_id(0) * ROWS
     slot, chosen = _given(ids, seq, slots, table, first, T, K, KP, ROWS, HASHED)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights, first, T,
                  scaling, E, EP, K, KP, SPLITS, ROWS, HASHED, IMAGES, SOFTMAX)  # fmt: skip
     if GROUPED:  # noqa: SIM102
@@ -416,8 +442,12 @@ def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.
 
 # ---------------------------------------------------------------- launch
 
-#: Rows that one program chooses for.
+#: Most rows that the program which ends last chooses for; of more each program chooses for some.
 _ROWS = 8
+#: So many of a decode step, or of a prompt.
+_APART = (1, 8)
+#: Up to so many rows kernels overlap.
+OVERLAP_ROWS = 32
 
 
 def _ints(device: torch.device, *sizes: int) -> list[Tensor]:
@@ -509,12 +539,13 @@ def route_triton(
         "K": k,
         "KP": triton.next_power_of_2(k),
         "SPLITS": splits,
-        "ROWS": triton.next_power_of_2(count) if whole else _ROWS,
+        "ROWS": triton.next_power_of_2(count) if whole else _APART[not decode],
         "PAIRS": padded,
         "TILE": tile_pairs(count),
         "HASHED": table is not None,
         "IMAGES": image is not None and image_bias is not None and bias is not None,
         "SOFTMAX": scoring == "softmax",
+        **overlapping(device, count, OVERLAP_ROWS),
     }
     counter = counters("route", 1, device)
     _router_kernel[grid](
@@ -522,7 +553,7 @@ def route_triton(
         D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **constants,
     )  # fmt: skip
     if not whole:
-        _choose_kernel[(triton.cdiv(count, _ROWS),)](
+        _choose_kernel[(triton.cdiv(count, _APART[not decode]),)](
             logits, counter, *choice, count, most, scaling, GROUPED=decode, num_warps=4, **constants
         )
     experts = experts.view(count, k)

@@ -186,19 +186,22 @@ def test_the_attention_output_equals_its_twin(group, rows, dtype):
     rows=st.integers(1, 20),
     bn=st.sampled_from([32, 64, 128]),
     parts=st.booleans(),
+    left=st.booleans(),
+    kind=st.sampled_from(["fp8 32", "bfloat16"]),
     seed=st.integers(0, 99),
 )
-def test_any_split_gives_the_same_product(split, rows, bn, parts, seed):
-    """Cutting K or N another way changes a product, or leaves a count behind."""
-    x, w = normal(rows, 160, seed=seed), matrix("fp8 32", 72, 160)
+def test_any_split_gives_the_same_product(split, rows, bn, parts, left, kind, seed):
+    """Cutting K or N another way, or turning operands round, changes a product or leaves a count."""
+    x, w = normal(rows, 160, seed=seed, dtype=torch.bfloat16), matrix(kind, 72, 160)
     shape = (rows, split, 72) if parts else (rows, 72)
     first, again = (torch.full(shape, float("nan"), device=DEVICE) for _ in range(2))
     for out in (first, again):
         job = gemv.Job(x, w, out)
-        gemv.launch([job], [gemv.Config(16, bn, 32, split, 2)])
+        gemv.launch([job], [gemv.Config(16, bn, 32, split, 2, left)])
     assert torch.equal(first, again)
     got = first.sum(1) if parts else first
-    assert difference(got, linear.linear_torch(x, w)) < TOLERANCE[torch.float32]
+    twin = linear.linear_torch(x, w, out_dtype=torch.float32)
+    assert difference(got, twin) < TOLERANCE[torch.float32]
     assert not gemv._counters(x.device).any()
 
 
