@@ -73,13 +73,11 @@ def engine(geometry: str, what: str, out: str, more: str = "") -> str:
     return f"bench.engine --geometry {geometry} --what {what} --out {out} {more}".strip()
 
 
-#: Folders of tests by process; together all that are marked gpu.
+#: GPU tests by process, together all of them. Compiling takes most of the time, so each has workers
+#: (pytest-xdist) that share its GPU; tests of one file stay together where they share engines.
 TEST_PARTS = (
-    "tests/engine/kernels",
-    "tests/engine/device",
-    "tests/engine/paging tests/engine/qwen3 tests/engine/replay",
-    "tests/engine --ignore=tests/engine/kernels --ignore=tests/engine/device"
-    " --ignore=tests/engine/paging --ignore=tests/engine/qwen3 --ignore=tests/engine/replay",
+    "-n 8 tests/engine/kernels",
+    "-n 6 --dist loadscope tests/engine --ignore=tests/engine/kernels",
 )
 QWEN = "bench.paged --geometry qwen3-30b-a3b"
 BEYOND = "bench.paged --geometry v4-flash-43l --warm 16"
@@ -150,7 +148,7 @@ JOBS = (
         Job(
             f"{TESTS}{number}",
             f"pytest -m gpu -q -p no:cacheprovider --durations=5 {part}",
-            120,
+            150,
         )
         for number, part in enumerate(TEST_PARTS, 1)
     ),
@@ -295,8 +293,9 @@ def shares(cores: Sequence[int], count: int) -> list[list[int]]:
 
 def join_tests() -> None:
     """Put the logs of GPU tests into one file."""
-    logs = sorted(LOGS.glob(f"{TESTS}*.log"))
-    (RESULTS / "gpu-tests.log").write_bytes(b"\n".join(log.read_bytes() for log in logs))
+    logs = [LOGS / f"{job.name}.log" for job in JOBS if job.name.startswith(TESTS)]
+    found = [log.read_bytes() for log in logs if log.exists()]
+    (RESULTS / "gpu-tests.log").write_bytes(b"\n".join(found))
 
 
 def chosen(only: Sequence[str]) -> list[Job]:
