@@ -63,7 +63,7 @@ def test_logs_of_tests_are_joined(logs: Path) -> None:
 
 def test_every_command_can_be_chosen() -> None:
     """Words choose by name or its beginning, in their order; unknown ones are refused; names are unique."""
-    assert [job.name for job in measure.chosen(["tests"])] == [f"tests-{n}" for n in range(1, 5)]
+    assert [job.name for job in measure.chosen(["tests"])] == ["tests-1", "tests-2"]
     assert measure.chosen([]) == list(measure.JOBS)
     assert [job.name for job in measure.chosen(["start", "replay", "start"])] == ["start", "replay"]
     assert len({job.name for job in measure.JOBS}) == len(measure.JOBS)
