@@ -33,6 +33,7 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
     return [
         (_replay(read), "gpu-replay-v41-40l"),
         *((_replay_many(read, name), name) for name in REPLAY_MANY),
+        (_replay_parts(read), "gpu-replay-v41-40l-tails"),
         (_resident(read), "gpu-resident-qwen"),
         (_paged(read), "gpu-paged-qwen"),
         (_in_fp8(read), "gpu-paged-qwen-fp8"),
@@ -87,7 +88,44 @@ def _replay_many(read: Read, name: str) -> list[str]:
                 f"{r['batch']} prompts of {r['prompt_tokens']} at once, {r['new_tokens']} new tokens: "
                 f"last first token {first} of `off`, throughput {gain}"
             )
-    return ["`bounded`: " + "; ".join(many) + "."] if many else []
+    turns = [f"{r['mode']} {spread(r['ttft_ms'], 0)}" for r in read(name) if r["bench"] == "cached"]
+    lines = ["`bounded`: " + "; ".join(many) + "."] if many else []
+    if turns:
+        lines.append(
+            "First token of a turn of 500 new tokens after 64k cached ones, ms: "
+            + ", ".join(turns)
+            + "."
+        )
+    return lines
+
+
+def _replay_parts(read: Read) -> list[str]:
+    """Graphs of tails bucket by bucket, and prompts in smaller chunks."""
+    rows = read("gpu-replay-v41-40l-tails")
+    tails = {(r["rows"], r["mode"]): r for r in rows if r["bench"] == "tail"}
+    lines = []
+    if tails:
+        text = "; ".join(
+            f"{count} rows: {tails[count, 'eager']['ms']['median']:.1f} to {row['ms']['median']:.1f} "
+            f"({row['ratio']:.2f}x, {row['pool_mb']:.0f} MB more)"
+            for (count, mode), row in tails.items()
+            if mode == "graph" and (count, "eager") in tails
+        )
+        lines.append(
+            f"Tails of prompts, launch by launch and as graphs, ms (memory of the pool): {text}."
+        )
+    chunks: dict[tuple[int, int], list[str]] = {}
+    for r in rows:
+        if r["bench"] == "ttft" and r["mode"] != "off":
+            own = chunks.setdefault((r["chunk"], r["prompt_tokens"]), [])
+            own.append(f"{r['mode']} {r['ttft_ratio']:.3f}")
+    if chunks:
+        text = "; ".join(
+            f"chunks of {chunk}, {length} tokens: {', '.join(own)}"
+            for (chunk, length), own in chunks.items()
+        )
+        lines.append(f"In smaller chunks, relative to `off`: {text}.")
+    return lines
 
 
 def _resident(read: Read) -> list[str]:
