@@ -106,12 +106,12 @@ def variants(
     found = {"as configured": options}
     fast = options.runner == "fast" or (options.runner == "auto" and _on_gpu(options))
     if fast:
-        if options.graphs is not False and _on_gpu(options):
-            found["graphs off"] = turned(graphs=False)
-        if options.kernels != "torch" and _on_gpu(options):
-            found["fused kernels off"] = turned(kernels="torch")
-        if options.lookahead:
-            found["lookahead off"] = turned(lookahead=False)
+        if _on_gpu(options):  # a CPU has neither
+            has = options.graphs is not False
+            found[f"graphs {_other(has)}"] = turned(graphs=not has)
+            has = options.kernels != "torch"
+            found[f"fused kernels {_other(has)}"] = turned(kernels="torch" if has else "triton")
+        found[f"lookahead {_other(options.lookahead)}"] = turned(lookahead=not options.lookahead)
     else:
         found["fast runner"] = turned(runner="fast")
     if options.expert_slots is not None or options.expert_slots_file is not None:
@@ -123,7 +123,7 @@ def variants(
             expert_prefetch=False,
         )
         if options.expert_host_gb is None:  # experts in files cannot be brought in ahead
-            name = f"prefetch of experts {'off' if options.expert_prefetch else 'on'}"
+            name = f"prefetch of experts {_other(options.expert_prefetch)}"
             found[name] = turned(expert_prefetch=not options.expert_prefetch)
     elif slots is not None and fast:
         found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)
@@ -135,19 +135,22 @@ def variants(
         found["speculation off"] = turned(speculation="off")
     elif drafter != "off" and fast:
         found[f"speculation {drafter}"] = turned(speculation=drafter)
-    found[f"prefix cache {'off' if options.prefix_cache else 'on'}"] = turned(
-        prefix_cache=not options.prefix_cache
-    )
+    cache = options.prefix_cache
+    found[f"prefix cache {_other(cache)}"] = turned(prefix_cache=not cache)
     if has_tail:
         for mode in ("off", "exact", "bounded"):
             if mode != options.prefill:
                 found[f"prefill {mode}"] = turned(prefill=mode)
         if fast and options.graphs is not False and _on_gpu(options):
             # To be compared with bounded, which has them unless they were switched off.
-            on = options.tail_graphs is False
-            name = f"prefill bounded, tail graphs {'on' if on else 'off'}"
-            found[name] = turned(prefill="bounded", tail_graphs=on)
+            has = options.tail_graphs is not False
+            name = f"prefill bounded, tail graphs {_other(has)}"
+            found[name] = turned(prefill="bounded", tail_graphs=not has)
     return found
+
+
+def _other(is_on: bool) -> str:
+    return "off" if is_on else "on"
 
 
 def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> dict[str, Any]:

@@ -153,6 +153,31 @@ def test_the_command_audits_the_engine_that_its_flags_describe(
     assert main(["audit", "--record-routing", "x"]) == 2
 
 
+@pytest.mark.parametrize("other", ["off", "on"])
+def test_what_a_gpu_alone_has_is_a_switch_there(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs, fused kernels and lookahead are turned over whichever way they are; a CPU has but the last."""
+    is_on = other == "off"
+    options = EngineConfig(
+        device="auto",
+        runner="fast",
+        graphs=None if is_on else False,
+        kernels="auto" if is_on else "torch",
+        lookahead=is_on,
+    )
+    monkeypatch.setattr("engine.audit._on_gpu", lambda options: True)
+    found = variants(options, has_tail=False)
+    assert found[f"graphs {other}"] == dataclasses.replace(options, graphs=not is_on)
+    kernels = "torch" if is_on else "triton"
+    assert found[f"fused kernels {other}"] == dataclasses.replace(options, kernels=kernels)
+    assert found[f"lookahead {other}"] == dataclasses.replace(options, lookahead=not is_on)
+    monkeypatch.setattr("engine.audit._on_gpu", lambda options: False)
+    names = variants(options, has_tail=False)
+    assert not any("graphs" in name or "kernels" in name for name in names)
+    assert f"lookahead {other}" in names
+
+
 def test_paging_is_a_switch() -> None:
     """Paged experts are compared with resident ones, whichever is configured; the reference has none."""
     fast = dataclasses.replace(OPTIONS, runner="fast")
