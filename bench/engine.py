@@ -49,7 +49,7 @@ from engine.kernels.moe import moe_triton
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import random_fast_model
-from engine.options import DECODE_BUCKETS, EngineConfig
+from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
 from engine.plan.replay import Replay, tail_of
 from engine.plan.step import Chunk
 
@@ -132,6 +132,7 @@ class Engine:
             buckets=buckets,
             tail=self.tail,
             tail_buckets=tail_buckets,
+            prompt_buckets=PROMPT_BUCKETS if mode == "fused" else (),
         )
         captured = time.perf_counter()
         if mode == "fused" or tail_buckets:
@@ -146,6 +147,12 @@ class Engine:
                 c.bucket: round(c.pool_bytes / 1e6, 1) for c in self.runner.graphs.captured
             },
         }
+        prompts = self.runner.prompts.graphs
+        if prompts is not None:
+            self.start["prompt_graph_mb"] = {
+                c.bucket: round(c.pool_bytes / 1e6, 1) for c in prompts.captured
+            }
+            self.start["prompt_capture_s"] = round(sum(c.seconds for c in prompts.captured), 2)
         self._planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
         self.start |= self.memory()
         self._time_waits()

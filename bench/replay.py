@@ -245,12 +245,11 @@ def figures(args: argparse.Namespace) -> Iterator[Row]:
     common = {"geometry": args.geometry, "kernels": args.kernels, "chunk": args.chunk,
               "tail_share": round((tail.num_layers - tail.first) / tail.num_layers, 3)}  # fmt: skip
     start: Row = {"bench": "start", "mode": "off", **common, **engine.start}
-    if engine.runner.tails is not None:
-        start["tail_buffers_mb"] = round(engine.runner.tails.buffer_bytes / 1e6, 1)
-        start["tail_pool_mb"] = {
-            c.bucket: round(c.pool_bytes / 1e6, 1) for c in engine.runner.tails.captured
-        }
-        start["tail_capture_s"] = round(sum(c.seconds for c in engine.runner.tails.captured), 2)
+    tails = engine.runner.prompts.tails
+    if tails is not None:
+        start["tail_buffers_mb"] = round(tails.buffer_bytes / 1e6, 1)
+        start["tail_pool_mb"] = {c.bucket: round(c.pool_bytes / 1e6, 1) for c in tails.captured}
+        start["tail_capture_s"] = round(sum(c.seconds for c in tails.captured), 2)
     if args.device == "cuda":
         start["allocated_gb"] = round(torch.cuda.memory_allocated() / 1e9, 2)
     yield start

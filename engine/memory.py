@@ -25,7 +25,7 @@ from engine.model.names import (
     part,
     tensor_specs,
 )
-from engine.options import TAIL_BUCKETS, EngineConfig, buckets_up_to
+from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, buckets_up_to
 from engine.plan.layout import Drafting, Group, PoolTensor, pool_tensors
 from engine.plan.records import Forms, forms_of
 from engine.plan.replay import tail_of
@@ -40,6 +40,8 @@ LIMIT_FILES = (
 )
 #: Scores of index keys that are worked out at a time (engine.kernels.select).
 CHUNK_SCORES = 1 << 25
+#: Rows of a captured pass for each prompt that it has room for (engine.device.prompt_graphs).
+PROMPT_ROWS = 64
 #: cgroup v1 says "no limit" by a number near 2**63.
 NO_LIMIT = 2**60
 
@@ -176,6 +178,7 @@ def plan_memory(
         steps = (
             *_steps(config, options, context),
             *_tails(config, options, context),
+            *_prompt_graphs(config, options, context, itemsize),
             *_prompts(config, options, context, itemsize),
         )
     items = (*weights, *_pools(parts, forms, options, num_blocks, itemsize, packed=packed), *steps)
@@ -324,7 +327,7 @@ def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
         return
     c, rows = config, buckets[-1]
     sequences = rows // max(1, tail.window // 4) + 1
-    blocks = -(-context // options.block_size)
+    blocks = _table_width(context, options)
     parts = c.num_experts_per_tok + 1
     streams = 2 * c.hc_mult * c.hidden_size
     mixing = 4 * c.hc_mult * (2 + c.hc_mult)
@@ -341,6 +344,42 @@ def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
         _pass_nbytes(config, rows, context, 2),
         f"an estimate; those of {', '.join(map(str, buckets[:-1]))} rows lie in the same pool",
     )
+
+
+def _prompt_graphs(
+    config: ModelConfig, options: EngineConfig, context: int, itemsize: int
+) -> Iterator[Item]:
+    """What captured passes over prompts hold (engine.device.prompt_graphs)."""
+    on_gpu = itemsize == 2 and options.device != "cpu"
+    wanted = on_gpu if options.graphs is None else options.graphs
+    paged = options.expert_slots is not None or options.expert_slots_file is not None
+    longest = min(context, options.resolve_max_batched_tokens(on_gpu=on_gpu))
+    buckets = [bucket for bucket in PROMPT_BUCKETS if bucket <= longest]
+    if not wanted or paged or not buckets:
+        return
+    c, rows = config, buckets[-1]
+    sequences = rows // PROMPT_ROWS + 1
+    yield Item(
+        "steps",
+        "buffers of prompts",
+        rows * (8 + 3 * 4) + sequences * 4 * (4 + _table_width(context, options)),
+        f"{rows} rows: ids, positions, block tables",
+    )
+    # What flows out of all layers, and out of those before a tail, is held for each bucket.
+    parts = c.num_experts_per_tok + 1
+    row = itemsize * (c.hc_mult + parts + 2) * c.hidden_size
+    held = sum(buckets) * row * (1 if tail_of(config) is None else 2)
+    yield Item(
+        "steps",
+        f"passes of up to {rows} rows of prompts",
+        held + _pass_nbytes(config, rows, context, itemsize),
+        f"an estimate; those of {', '.join(map(str, buckets))} rows lie in one pool",
+    )
+
+
+def _table_width(context: int, options: EngineConfig) -> int:
+    """Blocks of a table in static buffers of prompts (engine.device.row_buffers)."""
+    return -(-context // options.block_size // 16) * 16
 
 
 def _prompts(

@@ -28,7 +28,13 @@ from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
 from engine.model.speculate import Speculator, load_drafter
-from engine.options import DECODE_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
+from engine.options import (
+    DECODE_BUCKETS,
+    PROMPT_BUCKETS,
+    TAIL_BUCKETS,
+    EngineConfig,
+    usable_cores,
+)
 from engine.plan.layout import layout_fingerprint
 from engine.plan.records import Forms
 from engine.plan.replay import Replay, tail_of, tail_problems
@@ -302,6 +308,7 @@ def _fast(
         looks_ahead=options.lookahead,
         tail=tail,
         tail_buckets=TAIL_BUCKETS if options.tail_graphs else (),
+        prompt_buckets=PROMPT_BUCKETS if _captures_prompts(model, options, paging) else (),
         captured_rows=paging.most_captured_rows,
         recorder=recorder,
         speculator=speculator,
@@ -319,6 +326,16 @@ def _fast(
     salt = salt_of(path, config, options, forms, "fast", options.kernels, rounds, drafting)
     ready = time.perf_counter()
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
+
+
+def _captures_prompts(model: FastModel | Qwen3Model, options: EngineConfig, paging: Paging) -> bool:
+    """Whether short passes over prompts are captured where decode steps are.
+
+    Not of paged experts, whose passes the host cuts into waves, and not of the twins in torch, which
+    are there to compare decode steps with.
+    """
+    fused = isinstance(model, FastModel) and options.kernels == "triton"
+    return bool(options.graphs) and fused and not paging.slots
 
 
 def _load_fast(
@@ -349,10 +366,11 @@ def _log_captured(runner: FastRunner) -> None:
         logger.info("drafts of %d tokens", runner.num_drafts)
         for bucket in runner.speculation.graphs.captured:
             _log_bucket("speculative step", bucket)
-    if runner.tails is not None:
-        logger.info("tails of prompts: buffers of %.1f MB", runner.tails.buffer_bytes / 1e6)
-        for bucket in runner.tails.captured:
-            _log_bucket("tail", bucket)
+    for what, graphs in (("tail", runner.prompts.tails), ("prompt", runner.prompts.graphs)):
+        if graphs is not None:
+            logger.info("%ss: buffers of %.1f MB", what, graphs.buffer_bytes / 1e6)
+            for bucket in graphs.captured:
+                _log_bucket(what, bucket)
 
 
 def _log_bucket(what: str, bucket: Captured) -> None:

@@ -41,17 +41,16 @@ from engine.device.kvpool import KVPool
 from engine.device.lanes import Lanes
 from engine.device.paged_state import hit_rates, paging_locks, slot_tensors
 from engine.device.prompt_pass import Pool, PromptPass, StepModel
+from engine.device.prompts import Prompts
 from engine.device.recorder import RoutingRecorder
 from engine.device.runner import StepResult
 from engine.device.sampler import Draw, Sample, logprob_of, sample
 from engine.device.seals import Seals
 from engine.device.slices import SlicePolicy, Stopwatch
 from engine.device.speculation import Block, Speculation
-from engine.device.tail_graphs import TailGraphs
-from engine.device.warm_up import warm_chunks, warm_groups
+from engine.device.warm_up import warm_passes
 from engine.kernels.feed import UNUSABLE, feed_torch, feed_triton
 from engine.model.experts import PagedExperts
-from engine.model.fast import FastModel
 from engine.model.speculate import Speculator
 from engine.options import DECODE_BUCKETS, buckets_up_to
 from engine.plan.replay import Tail
@@ -105,6 +104,7 @@ class FastRunner:
         tail: late layers that may process fewer rows of a prompt; None where there are none.
         tail_buckets: row counts of tails to capture when prompts have warmed up; none for tails
             that are always launched one kernel after the other.
+        prompt_buckets: likewise of passes over prompts.
         captured_rows: most rows of a decode step that is captured, where experts are paged; a
             bucket of its own. None for no limit.
         recorder: notes what rows are routed to.
@@ -113,7 +113,7 @@ class FastRunner:
 
     Raises:
         EngineError: kernels are fused, and no decode step runs one.
-        ValueError: tails are to be captured of a model that has none.
+        ValueError: passes or their tails are to be captured of a model where they cannot be.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class FastRunner:
         buckets: Sequence[int] = DECODE_BUCKETS,
         tail: Tail | None = None,
         tail_buckets: Sequence[int] = (),
+        prompt_buckets: Sequence[int] = (),
         captured_rows: int | None = None,
         recorder: RoutingRecorder | None = None,
         speculator: Speculator | None = None,
@@ -139,13 +140,7 @@ class FastRunner:
         self._model = model
         self._pool = pool
         self._device = device
-        self._tail = tail
-        self._tail_buckets = tuple(tail_buckets)
-        self._captures = captures
-        #: Tails of prompts by bucket; None where none are to be captured.
-        self.tails: TailGraphs | None = None
-        if tail_buckets and (tail is None or not isinstance(model, FastModel)):
-            raise ValueError("tail_buckets: expected none, the model has no tail")
+        self._has_tail = tail is not None
         self._feed = feed_triton if model.ops.name == "triton" else feed_torch
         buckets = buckets_up_to(max_num_seqs, buckets)
         if captured_rows and captured_rows < buckets[-1]:
@@ -159,6 +154,16 @@ class FastRunner:
             block_size=pool.block_size,
             vocab_size=model.config.vocab_size,
             device=device,
+        )
+        self.prompts = Prompts(
+            model,
+            pool,
+            device,
+            tail,
+            max_model_len=self._buffers.max_model_len,
+            captures=captures,
+            tail_buckets=tail_buckets,
+            buckets=prompt_buckets,
         )
         self.seals = Seals()
         self.seals.add("decode buffers", self._buffers.tensors)
@@ -211,24 +216,23 @@ class FastRunner:
         """
         most = self._buffers.max_model_len
         longest = min(max_batched_tokens, most)
-        chunks = warm_chunks(
+        chunks = warm_passes(
             longest,
             most,
             self._pool.block_size,
-            has_tail=self._tail is not None,
+            self.graphs.buckets[-1],
+            has_tail=self._has_tail,
             has_ends=self._device.type == "cuda",
         )
-        passes = [partial(self._warm, chunk) for chunk in chunks]
-        groups = warm_groups(self.graphs.buckets[-1], most, self._pool.block_size)
-        passes += [partial(self._warm, *group) for group in groups]
-        if self._tail_buckets:
-            self.tails = self._make_tails(longest)
+        passes = [partial(self._warm, *each) for each in chunks]
+        prompts = self.prompts
+        prompts.prepare(longest)
+        rehearsals = [partial(prompts.rehearse, bucket) for bucket in prompts.buckets]
         with torch.inference_mode():
-            self._compile(passes)
+            self._compile([*passes, *rehearsals])
             for run in passes:
                 run()
-            if self.tails is not None:
-                self.tails.build()
+            prompts.build()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.compiles.serving()
@@ -243,20 +247,6 @@ class FastRunner:
             with compiling():
                 for run in passes:
                     run()
-
-    def _make_tails(self, warm_rows: int) -> TailGraphs:
-        assert self._tail is not None
-        assert isinstance(self._model, FastModel)
-        assert isinstance(self._pool, KVPool)
-        return TailGraphs(
-            self._model,
-            self._pool,
-            self._tail,
-            max_model_len=self._buffers.max_model_len,
-            buckets=self._tail_buckets,
-            captures=self._captures,
-            warm_rows=warm_rows,
-        )
 
     def _warm(self, *chunks: Chunk) -> None:
         """Process tokens that belong to nobody."""
@@ -279,8 +269,7 @@ class FastRunner:
     def weight_locks(self) -> tuple[str, ...]:
         """Why weights cannot be written in place."""
         count = len(self.graphs.captured)
-        tails = 0 if self.tails is None else len(self.tails.captured)
-        also = f" and tails of prompts of {tails}" if tails else ""
+        also = "".join(f" and {what} of {sizes}" for what, sizes in self.prompts.captured())
         return (
             f"decode steps of {count} batch sizes{also} are prepared over the weights' addresses",
             "projections that share an input are joined and scales multiplied in at load",
@@ -574,8 +563,7 @@ class FastRunner:
         return done
 
     def _begin(self, chunks: Sequence[Chunk]) -> PromptPass:
-        run = None if self.tails is None else self.tails.run
-        return PromptPass.begin(self._model, self._pool, chunks, self._device, self._tail, run)
+        return self.prompts.begin(chunks)
 
     # ------------------------------------------------------------ faults
 

@@ -1,4 +1,4 @@
-"""Decode steps by batch size: captured once, replayed with one launch.
+"""Work that is captured once and replayed with one launch: decode steps, by batch size.
 
 A step of n rows runs in the smallest *bucket* that holds them; the rest pads. On a GPU each bucket
 is a CUDA graph, captured largest first into one memory pool, so that smaller ones reuse what larger
@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from engine.kernels.ops import Ops
 
 #: Runs before a capture: kernels are compiled and libraries make their workspaces.
 WARM_UPS = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,37 @@ def check_coverage(captured: Sequence[Captured]) -> None:
         )
 
 
+class Capturer:
+    """Captures work, one piece after the other, into one memory pool.
+
+    What a piece has freed the next ones use again, so they must run in turn. All on one stream:
+    libraries make a workspace for each that they see.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run what is to be captured, so that kernels and libraries are ready."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # else what the warm-up leaves free would be taken for the pool's
+
+    def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture work; give the graph, and what the work gave, which lies in the pool."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            found = work()
+        return graph, found
+
+
 class GraphCache:
     """Runs decode steps by bucket.
 
@@ -138,13 +170,11 @@ class GraphCache:
             EngineError: fused kernels are switched on and no bucket runs one.
         """
         found = []
-        pool = torch.cuda.graph_pool_handle() if self._captures else None
-        # One for all: libraries make a workspace for each stream that they see.
-        stream = torch.cuda.Stream() if self._captures else None  # type: ignore[no-untyped-call]
+        capturer = Capturer() if self._captures else None
         for bucket in reversed(self.buckets):
             begin = time.perf_counter()
             with watch(self._model) as kernels:
-                pool_bytes = self._prepare(bucket, pool, stream)
+                pool_bytes = self._prepare(bucket, capturer)
             seconds = time.perf_counter() - begin
             found.append(Captured(bucket, seconds, pool_bytes, frozenset(kernels)))
         self.captured = tuple(found)
@@ -167,21 +197,12 @@ class GraphCache:
     def _is_captured(self, bucket: int) -> bool:
         return self._captures and bucket <= self._most
 
-    def _prepare(self, bucket: int, pool: Any, stream: Any) -> int:
+    def _prepare(self, bucket: int, capturer: Capturer | None) -> int:
         """Warm up and capture a bucket; give the bytes by which the pool has grown."""
-        if not self._is_captured(bucket):
+        if capturer is None or not self._is_captured(bucket):
             self._body(bucket)
             return 0
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._body(bucket)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # else what the warm-up leaves free would be taken for the pool's
+        capturer.warm_up(lambda: self._body(bucket))
         before: int = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            logits = self._body(bucket)
-        self._graphs[bucket] = graph, logits
+        self._graphs[bucket] = capturer.capture(lambda: self._body(bucket))
         return torch.cuda.memory_reserved() - before

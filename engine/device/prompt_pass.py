@@ -17,7 +17,7 @@ from engine.device.sampler import Draw, Sample, logprobs_of, sample
 from engine.kernels.ops import Ops
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.experts import Experts
-from engine.model.fast import TailRun
+from engine.model.fast import FrontRun, TailRun
 from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk
 
@@ -49,6 +49,7 @@ class StepModel(Protocol):
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
         tail: TailRun | None = None,
+        front: FrontRun | None = None,
     ) -> Iterator[Tensor | None]:
         """Process chunks; yields None between layers, then logits [L, V] and those of each part."""
 
@@ -80,6 +81,7 @@ class PromptPass:
         device: torch.device,
         tail: Tail | None = None,
         tail_run: TailRun | None = None,
+        front_run: FrontRun | None = None,
     ) -> PromptPass:
         """Lay the chunks out; nothing is launched yet.
 
@@ -90,6 +92,7 @@ class PromptPass:
             device: where it runs.
             tail: of the model; None where every layer processes every row.
             tail_run: may run the tail at once.
+            front_run: may run the layers before it, or all.
         """
         rows, wanted = build_rows(chunks, block_size=pool.block_size, device=device)
         firsts = [chunk.start for chunk in chunks]
@@ -99,7 +102,7 @@ class PromptPass:
             firsts = list(plan[-1].firsts)
         parts = [part for part, _, _ in _parts(chunks, firsts)]
         scored = [torch.tensor(part, dtype=torch.int64).to(device) for part in parts]
-        layers = model.prefill(rows, pool, wanted, scored, narrowings, tail_run)
+        layers = model.prefill(rows, pool, wanted, scored, narrowings, tail_run, front_run)
         return cls(tuple(chunks), layers, rows.num_rows)
 
     @property

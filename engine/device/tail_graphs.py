@@ -5,9 +5,7 @@ the host may be slower than the device. A pass whose tail is one set of rows (en
 stage) can run it as one launch: the rows and what flows into the tail are copied into static buffers,
 the smallest *bucket* that holds them is replayed, and what flows out lies in the same buffers.
 
-* Rows of a bucket beyond those of the pass pad: one sequence of slot 0 and block 0 from position 0
-  on, so that it writes where nobody reads and reaches no expert. Sequences beyond those of the pass
-  are empty.
+* Rows of a bucket beyond those of the pass pad (engine.device.row_buffers).
 * Warm gate: nothing is captured before prompts as long as any that will be served have been
   processed, since what kernels make for themselves on the way would otherwise be made, or moved,
   after a graph has its address. A bucket is used when it has been captured; until then, and wherever
@@ -28,25 +26,20 @@ from torch import Tensor
 from engine.api import EngineError
 from engine.device.graphs import Captured, GraphCache
 from engine.device.kvpool import KVPool
+from engine.device.row_buffers import RowBuffers
 from engine.device.seals import Seals
 from engine.kernels.mhc import HcIn
-from engine.kernels.rows import Narrowing, Rows
+from engine.kernels.rows import Narrowing
 from engine.model.fast import FastModel, Flow, Pass
 from engine.plan.replay import Tail
 
-_INT32 = ("positions", "seq", "slots", "starts", "first", "lengths", "floors", "tables")
 _FLOW = ("streams", "parts", "pre", "post", "comb")
 
 
-class TailBuffers:
-    """Static input and output of a tail of up to `num_rows` rows.
+class TailBuffers(RowBuffers):
+    """Static input and output of a tail; a bucket has room for a sequence per quarter of a window.
 
     Attributes:
-        ids: int64 [N].
-        positions: int32 [N].
-        seq: int32 [N].
-        slots: int32 [G], as starts, first, lengths and floors.
-        tables: int32 [G, NB].
         streams: [N, S, d].
         parts: [N, P, d].
         pre: float32 [N, S], as post.
@@ -54,21 +47,12 @@ class TailBuffers:
 
     Args:
         num_rows: N, of the largest bucket.
-        window: W; a bucket has room for one sequence for every quarter of a window.
+        window: W.
         max_model_len: positions a request may have.
         block_size: of the pool.
         flow: of any rows: its shapes and types.
     """
 
-    ids: Tensor
-    positions: Tensor
-    seq: Tensor
-    slots: Tensor
-    starts: Tensor
-    first: Tensor
-    lengths: Tensor
-    floors: Tensor
-    tables: Tensor
     streams: Tensor
     parts: Tensor
     pre: Tensor
@@ -78,55 +62,26 @@ class TailBuffers:
     def __init__(
         self, num_rows: int, *, window: int, max_model_len: int, block_size: int, flow: Flow
     ) -> None:
-        self._per_sequence = max(1, window // 4)
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        device = flow.streams.device
-        most = self.most_sequences(num_rows) + 1
-        blocks = -(-max_model_len // block_size)
-        self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        for name in _INT32:
-            shape: tuple[int, ...] = (num_rows,) if name in ("positions", "seq") else (most,)
-            if name == "tables":
-                shape = (most, blocks)
-            setattr(self, name, torch.zeros(shape, dtype=torch.int32, device=device))
+        super().__init__(
+            num_rows,
+            per_sequence=max(1, window // 4),
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=flow.streams.device,
+            has_floors=True,
+        )
         for name, like in _flowing(flow).items():
             setattr(self, name, like.new_zeros((num_rows, *like.shape[1:])))
-        # All rows pad until a pass is placed: one sequence of slot 0 from position 0 on.
-        self._count = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self.positions.copy_(self._count)
-        self.lengths[0] = num_rows
-
-    def most_sequences(self, bucket: int) -> int:
-        """Sequences that a bucket has room for, the one that pads not counted."""
-        return max(1, bucket // self._per_sequence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured tail reads or writes, by name."""
-        return {name: getattr(self, name) for name in ("ids", *_INT32, *_FLOW)}
+        return {**super().tensors(), **{name: getattr(self, name) for name in _FLOW}}
 
     def fits(self, flow: Flow) -> bool:
         """Whether what flows has the types and widths the buffers were made for."""
         return all(
             (like.dtype, like.shape[1:]) == (own.dtype, own.shape[1:])
             for like, own in ((like, getattr(self, name)) for name, like in _flowing(flow).items())
-        )
-
-    def rows(self, bucket: int) -> Rows:
-        """The first rows as a pass."""
-        sequences = self.most_sequences(bucket) + 1
-        of_sequences = {
-            name: getattr(self, name)[:sequences]
-            for name in ("slots", "starts", "first", "lengths", "floors", "tables")
-        }
-        return Rows(
-            ids=self.ids[:bucket],
-            positions=self.positions[:bucket],
-            seq=self.seq[:bucket],
-            **of_sequences,
-            block_size=self._block_size,
-            max_length=bucket,
-            max_end=self._max_model_len,
         )
 
     def flow(self, count: int) -> Flow:
@@ -158,31 +113,9 @@ class TailBuffers:
             flow: of all rows of the pass.
             to: the rows that are kept.
         """
-        rows = to.rows
-        count, sequences = rows.num_rows, rows.num_sequences
-        pads = self.most_sequences(bucket)  # the last sequence
         for name, like in _flowing(flow).items():
-            torch.index_select(like, 0, to.kept, out=getattr(self, name)[:count])
-        self.ids[:count].copy_(rows.ids)
-        self.ids[count:bucket].zero_()
-        # Nothing of an earlier pass stays: a table or slot of another request, above all.
-        for name in ("slots", "starts", "first", "lengths", "floors", "tables"):
-            getattr(self, name)[sequences : pads + 1].zero_()
-        for name in ("slots", "starts", "first", "lengths"):
-            getattr(self, name)[:sequences].copy_(getattr(rows, name))
-        if rows.floors is None:
-            self.floors[:sequences].zero_()
-        else:
-            self.floors[:sequences].copy_(rows.floors)
-        width = min(rows.tables.shape[1], self.tables.shape[1])  # theirs is padded, perhaps
-        self.tables[:sequences, :width].copy_(rows.tables[:, :width])
-        self.tables[:sequences, width:].zero_()
-        self.positions[:count].copy_(rows.positions)
-        self.seq[:count].copy_(rows.seq)
-        self.positions[count:bucket].copy_(self._count[: bucket - count])
-        self.seq[count:bucket].fill_(pads)
-        self.first[pads : pads + 1].fill_(count)
-        self.lengths[pads : pads + 1].fill_(bucket - count)
+            torch.index_select(like, 0, to.kept, out=getattr(self, name)[: to.rows.num_rows])
+        self.place_rows(bucket, to.rows)
 
 
 class TailGraphs:
@@ -245,8 +178,7 @@ class TailGraphs:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the static buffers."""
-        found = {} if self._buffers is None else self._buffers.tensors()
-        return sum(tensor.nbytes for tensor in found.values())
+        return 0 if self._buffers is None else self._buffers.nbytes
 
     def build(self) -> None:
         """Capture all buckets, largest first; every row pads meanwhile.

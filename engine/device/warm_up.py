@@ -25,6 +25,15 @@ GROUPS = (2, 9, 17, 33)
 GROUP_ROWS = (2, 70)
 
 
+def warm_passes(
+    longest: int, most: int, block_size: int, most_seqs: int, *, has_tail: bool, has_ends: bool
+) -> Iterator[tuple[Chunk, ...]]:
+    """Give all passes: of one prompt as `warm_chunks` does, of several as `warm_groups`."""
+    for chunk in warm_chunks(longest, most, block_size, has_tail=has_tail, has_ends=has_ends):
+        yield (chunk,)
+    yield from warm_groups(most_seqs, most, block_size)
+
+
 def warm_chunks(
     longest: int, most: int, block_size: int, *, has_tail: bool, has_ends: bool
 ) -> Iterator[Chunk]:

@@ -11,6 +11,8 @@ prefill and speculative verification (engine.kernels.rows).
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +134,10 @@ class Flow:
         """Go on with fewer rows."""
         return self._take(to.take)
 
+    def head(self, count: int) -> Flow:
+        """The first rows, views."""
+        return self._take(lambda tensor: tensor[:count])
+
     def _take(self, take: Callable[[Tensor], Tensor]) -> Flow:
         old = self.site
         x = take(old.x)
@@ -142,6 +148,9 @@ class Flow:
 
 #: Runs the layers from a narrowing on, given the flow of all rows; None where it does not.
 TailRun = Callable[[Flow, Narrowing], Flow | None]
+#: Runs the first layers of a pass, as many as it is told, pausing after each; it gives what flows out
+#: of the last one, and leaves in the pass what they have chosen and tapped. None where it does not.
+FrontRun = Callable[[Pass, int], Iterator[Flow | None] | None]
 
 
 class FastModel:
@@ -218,8 +227,7 @@ class FastModel:
         Returns:
             float32 [T, V].
         """
-        *_, flow = self._layers(Pass(rows, pool))
-        return self._logits(flow, None)
+        return self.run(Pass(rows, pool))
 
     def run(self, state: Pass) -> Tensor:
         """Process rows whose logits are all wanted, as the pass says; capturable.
@@ -230,7 +238,8 @@ class FastModel:
         Returns:
             float32 [T, V].
         """
-        *_, flow = self._layers(state)
+        (flow,) = deque(self._layers(state), maxlen=1)  # those before are not kept
+        assert flow is not None
         return self._logits(flow, None)
 
     def prefill(
@@ -241,6 +250,7 @@ class FastModel:
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
         tail: TailRun | None = None,
+        front: FrontRun | None = None,
     ) -> Iterator[Tensor | None]:
         """Process chunks of any length, pausing between layers.
 
@@ -252,14 +262,15 @@ class FastModel:
             narrowings: where later layers process fewer rows, ascending; logit_rows and scored
                 then count the rows of the last one.
             tail: may run all layers from a narrowing on at once, where there is only one.
+            front: may run all layers before the first narrowing.
 
         Yields:
             None after each layer, then the logits, float32 [L, V], then those of each part of the
             scored rows, float32 [N, V].
         """
-        layers = self._layers(Pass(rows, pool), narrowings, tail)
-        for flow in layers:  # noqa: B007 - the last one is needed
-            yield None
+        for flow in self._layers(Pass(rows, pool), narrowings, tail, front):  # noqa: B007
+            yield None  # the last flow is needed
+        assert flow is not None
         yield self._logits(flow, logit_rows)
         for part in scored:
             yield self._logits(flow, part)
@@ -273,29 +284,57 @@ class FastModel:
             flow: of these rows, from the layer before.
             state: rows and pool.
         """
-        for layer, w in zip(self.config.layers[first:], self.weights.layers[first:], strict=True):
-            flow = self._layer(layer, w, flow.streams, flow, state)
+        (flow,) = deque(self.layers(state, first, flow), maxlen=1)
         if self.drafter is not None:
             self.drafter.remember(state, flow)
         return flow
+
+    def layers(self, state: Pass, first: int = 0, flow: Flow | None = None) -> Iterator[Flow]:
+        """Process rows layer by layer, each of which is capturable.
+
+        What is stored when all layers have run, the n-gram history and what a drafter remembers, is
+        left to the caller.
+
+        Args:
+            state: rows and pool.
+            first: the first layer.
+            flow: of these rows, from the layer before; None where there is none.
+
+        Yields:
+            what flows out of each layer.
+        """
+        c, w = self.config, self.weights
+        if flow is None:
+            streams = self.ops.embed(state.rows.ids, w.embed, c.hc_mult, self.dtype)
+        for layer, lw in zip(c.layers[first:], w.layers[first:], strict=True):
+            flow = self._layer(layer, lw, streams if flow is None else flow.streams, flow, state)
+            yield flow
 
     def _layers(
         self,
         state: Pass,
         narrowings: Sequence[Narrowing] = (),
         tail: TailRun | None = None,
-    ) -> Iterator[Flow]:
+        front: FrontRun | None = None,
+    ) -> Iterator[Flow | None]:
         """Run the layers one by one; the pass's memory is complete after the last.
 
-        Ends early where no row is left.
+        Ends early where no row is left. Gives no flow of layers that a front runs, but of its last.
         """
-        c, w, rows, pool = self.config, self.weights, state.rows, state.pool
-        streams = self.ops.embed(rows.ids, w.embed, c.hc_mult, self.dtype)
+        c, rows, pool = self.config, state.rows, state.pool
         flow: Flow | None = None
         is_remembered = False
         stages = {stage.layer: stage for stage in narrowings}
-        for layer, lw in zip(c.layers, w.layers, strict=True):
-            stage = stages.get(layer.index)
+        last = len(c.layers)
+        ahead = min(stages, default=last)  # layers that process all rows
+        before = front(state, ahead) if front is not None and ahead else None
+        if before is None:
+            before = itertools.islice(self.layers(state), ahead)
+        for flow in before:
+            yield flow
+        for at in range(ahead, last):
+            stage = stages.get(at)
+            layer, lw = c.layers[at], self.weights.layers[at]
             if stage is not None:
                 assert flow is not None
                 if layer.owns_entries:
@@ -311,7 +350,8 @@ class FastModel:
                 if not stage.rows.num_rows:
                     yield flow
                     break
-            flow = self._layer(layer, lw, streams, flow, state)
+            assert flow is not None
+            flow = self._layer(layer, lw, flow.streams, flow, state)
             yield flow
         if c.engram is not None:
             assert self._fold is not None

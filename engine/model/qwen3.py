@@ -143,14 +143,15 @@ class Qwen3Model:
         scored: Sequence[Tensor] = (),
         narrowings: Sequence[Narrowing] = (),
         tail: object = None,
+        front: object = None,
     ) -> Iterator[Tensor | None]:
-        """Process chunks; as FastModel.prefill, but that every layer processes every row.
+        """Process chunks; as FastModel.prefill, but that every layer processes every row here.
 
         Raises:
-            ValueError: layers are to process fewer rows.
+            ValueError: layers are to process fewer rows, or to run elsewhere.
         """
-        if narrowings or tail is not None:
-            raise ValueError("every layer of this model processes every row")
+        if narrowings or tail is not None or front is not None:
+            raise ValueError("every layer of this model processes every row, launch by launch")
         for state in self._run(rows, pool):  # noqa: B007 - the last one is needed
             yield None
         for wanted in (logit_rows, *scored):

@@ -16,6 +16,7 @@ from engine import TINY_CHECKPOINT, memory
 from engine.cli import main
 from engine.config import ModelConfig
 from engine.core import load_engine
+from engine.device import prompt_graphs
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.kernels import select
@@ -24,7 +25,7 @@ from engine.model.checkpoint import load_model
 from engine.model.engram import EngramTable
 from engine.model.fast import FastModel
 from engine.model.packed import _tensors
-from engine.options import TAIL_BUCKETS, EngineConfig
+from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig
 from tests.engine.model import build
 
 OPTIONS = EngineConfig(
@@ -235,10 +236,10 @@ def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
     )  # fmt: skip
     runner = load_engine(path, options)._runner
     assert isinstance(runner, FastRunner)
-    runner._tail_buckets = TAIL_BUCKETS
+    runner.prompts._tail_buckets = TAIL_BUCKETS
     runner.warm_up(100)
-    assert runner.tails is not None
-    assert runner.tails._buffers is not None
+    tails = runner.prompts.tails
+    assert tails is not None
     config = ModelConfig.from_file(path)
 
     def steps(**changes: Any) -> dict[str, int]:
@@ -246,14 +247,43 @@ def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
         plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
         return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
 
-    held = runner.tails.buffer_bytes + runner.tails._buffers._count.nbytes
-    assert steps()["buffers of tails"] == held
+    assert steps()["buffers of tails"] == tails.buffer_bytes
     assert steps()["tail of 384 rows"] > 0
     for changes in ({"prefill": "off"}, {"tail_graphs": False}, {"graphs": False}):
         assert not any("tail" in what for what in steps(**changes))
     assert "tail of 384 rows" in steps(prefill="off", tail_graphs=True)
 
 
-def test_scores_are_planned_as_they_are_worked_out() -> None:
-    """The plan loads no torch and so has the kernels' constant a second time."""
+def test_buffers_of_prompts_are_as_large_as_planned(tmp_path: Path) -> None:
+    """Those of captured passes agree to the byte, and are planned where they are captured only."""
+    path = build.write(tmp_path / "model", build.v4(quantised=True, max_position_embeddings=400), storage="fp4")  # fmt: skip
+    options = EngineConfig(
+        device="cpu", dtype="bfloat16", runner="fast", block_size=128, num_blocks=4,
+        max_num_seqs=3, max_snapshots=3, max_model_len=400, max_batched_tokens=300,
+    )  # fmt: skip
+    runner = load_engine(path, options)._runner
+    assert isinstance(runner, FastRunner)
+    runner.prompts._buckets = PROMPT_BUCKETS
+    runner.warm_up(300)
+    graphs = runner.prompts.graphs
+    assert graphs is not None
+    config = ModelConfig.from_file(path)
+
+    def steps(**changes: Any) -> dict[str, int]:
+        own = dataclasses.replace(options, **changes)
+        plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
+        return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+
+    assert graphs.buckets == (128, 256)
+    planned = steps(graphs=True)
+    assert planned["buffers of prompts"] == graphs.buffer_bytes
+    assert planned["passes of up to 256 rows of prompts"] > 0
+    for changes in ({}, {"graphs": False}, {"graphs": True, "expert_slots": 4}):
+        assert not any("prompts" in what for what in steps(**changes))
+    assert steps(device="cuda") == planned
+
+
+def test_constants_are_those_of_the_code_that_uses_them() -> None:
+    """The plan loads no torch and so has them a second time."""
     assert memory.CHUNK_SCORES == select.CHUNK_SCORES
+    assert memory.PROMPT_ROWS == prompt_graphs.PER_SEQUENCE

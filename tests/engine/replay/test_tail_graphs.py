@@ -322,8 +322,8 @@ def test_the_engine_gives_the_same_with_buckets(
     def warmed(self: FastRunner, *args: Any, **how: Any) -> None:
         warm(self, *args, **how)
         self.warm_up(40)
-        assert self.tails is not None
-        used.append(self.tails)
+        assert self.prompts.tails is not None
+        used.append(self.prompts.tails)
 
     monkeypatch.setattr(FastRunner, "__init__", warmed)
     assert difference(models, mode, 1, tail_buckets=BUCKETS) < 1e-4
