@@ -14,11 +14,14 @@ bits are 8 ... 6: with PAIR = 0x81C081C0 the pairs of columns (0, 1), (2, 3), (4
     (w rotated right by 4) & PAIR
     (w & 0x81808180) | ((w >> 8) & 0x00400040)
 
-*Stripes.* A warp multiplies eight rows at a time and fetches 16 bytes of codes a thread. So that
-this is 512 bytes in one run, eight rows make a stripe, in which the 16 bytes (32 columns) of row 0
-come first, then those of row 1 and so on, then the next 32 columns of all eight. Of scale bytes
-four (128 columns) of each row follow each other likewise. Matrices with a rest of rows or columns
-(N not a multiple of 8, K not of 128) have no stripes.
+*Stripes.* A warp multiplies eight rows at a time, four threads a row, and fetches 16 bytes of codes
+a thread. So that this is 512 bytes in one run, thread after thread, eight rows make a stripe, in
+which the 64 bytes (128 columns) of row 0 come first, then those of row 1 and so on, then the next
+128 columns of all eight. Of scale bytes four (128 columns) of each row follow each other likewise.
+Matrices with a rest of rows or columns (N not a multiple of 8, K not of 128) have no stripes.
+
+Runs of 16 bytes, with which threads that are neighbours read places 128 bytes apart, cost an H200
+6 % of a decode step's experts at 64 rows and 22 % of a prompt's.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from engine.kernels.triton_compat import tl, triton
 #: Rows of a stripe, columns of a run of scales.
 STRIPE = 8
 CHUNK = 128
+#: Bytes of codes and of scales of a row that lie together.
+_RUN, _SCALES = CHUNK // 2, CHUNK // 32
 #: What `pair_values` leaves out.
 PAIR_SCALE = tl.constexpr(2.0**126)
 
@@ -84,23 +89,25 @@ def _rows_again(t: Tensor, run: int) -> Tensor:
 def stored_codes(codes: Tensor) -> Tensor:
     """Put codes as a checkpoint has them, uint8 [..., N, K / 2], into the order of the kernels."""
     words = _shifted(codes.contiguous().view(torch.int32), _MOVES).view(torch.uint8)
-    return _striped(words, 16) if has_stripes(words.shape[-2], words.shape[-1] * 2) else words
+    return _striped(words, _RUN) if has_stripes(words.shape[-2], words.shape[-1] * 2) else words
 
 
 def stored_scales(scale: Tensor) -> Tensor:
     """Do so with scale bytes, uint8 [..., N, K / 32]."""
-    return _striped(scale, 4) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
+    return _striped(scale, _SCALES) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
 
 
 def natural_scales(scale: Tensor) -> Tensor:
     """Undo `stored_scales`."""
-    return _rows_again(scale, 4) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
+    return (
+        _rows_again(scale, _SCALES) if has_stripes(scale.shape[-2], scale.shape[-1] * 32) else scale
+    )
 
 
 def natural_codes(data: Tensor) -> Tensor:
     """Undo `stored_codes`."""
     if has_stripes(data.shape[-2], data.shape[-1] * 2):
-        data = _rows_again(data, 16)
+        data = _rows_again(data, _RUN)
     back = {
         -shift: mask << shift if shift >= 0 else mask >> -shift for shift, mask in _MOVES.items()
     }
@@ -128,13 +135,13 @@ def pair_values(codes):
 @triton.jit
 def codes_of_row(row, K, STRIPES: tl.constexpr):
     """Where a row's first byte of codes lies in its matrix of K columns."""
-    return row // 8 * (4 * K) + row % 8 * 16 if STRIPES else row * (K // 2)
+    return row // 8 * (4 * K) + row % 8 * 64 if STRIPES else row * (K // 2)
 
 
 @triton.jit
 def code_in_row(byte, STRIPES: tl.constexpr):
     """How far a byte of codes lies behind the row's first."""
-    return byte // 16 * 128 + byte % 16 if STRIPES else byte
+    return byte // 64 * 512 + byte % 64 if STRIPES else byte
 
 
 @triton.jit

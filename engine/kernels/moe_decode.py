@@ -73,7 +73,7 @@ def _chunks(data, scale, row, chunk, x_row, sums, K: tl.constexpr, R: tl.constex
         for j in tl.static_range(R * halves):
             mine = group + j // halves * 4
             if FP4:
-                at = (codes_of_row(line, K, True) + mine * 128) // 4
+                at = (codes_of_row(line, K, True) + mine // 4 * 512 + mine % 4 * 16) // 4
             else:
                 at = line * (K // 4) + mine * 8 + j % halves * 4
             w = load16(data + at, mine < K // 32)
