@@ -55,7 +55,8 @@ class PackedCompressor:
 
 @dataclass(frozen=True, slots=True)
 class PackedIndexer:
-    """A layer's own choice: queries [Hi * Di, q_lora], head weights [Hi, d] (already scaled)."""
+    """A layer's own choice: queries [Hi * Di, q_lora], head weights [Hi, d], scaled
+    by a power of two near their own factor, since only the order of scores counts."""
 
     wq_b: Matrix
     head_weights: Matrix
@@ -494,10 +495,9 @@ class _Packer:
         c = self._config
         scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         weights = self._source.matrix(name + "weights_proj")
-        # A power of two, so that bfloat16 weights stay exact; otherwise they are kept in float32.
-        data = weights.data * scale
-        if math.log2(scale) % 1 and data.dtype == torch.bfloat16:
-            data = weights.data.float() * scale
+        # Only the order of scores counts. A power of two near their scale leaves bfloat16 weights
+        # exact; as float32, 64 of them would cost a step of 64 rows as much as a layer does.
+        data = weights.data * 2.0 ** math.floor(math.log2(scale))
         return PackedIndexer(self._source.matrix(name + "wq_b"), Matrix("plain", data))
 
     def _index_keys(self, layer: Layer, name: str) -> PackedIndexKeys:
