@@ -55,8 +55,10 @@ class PackedCompressor:
 
 @dataclass(frozen=True, slots=True)
 class PackedIndexer:
-    """A layer's own choice: queries [Hi * Di, q_lora], head weights [Hi, d], scaled
-    by a power of two near their own factor, since only the order of scores counts."""
+    """A layer's own choice: queries [Hi * Di, q_lora], head weights [Hi, d].
+
+    The weights are scaled by a power of two near their own factor: only the order of scores counts.
+    """
 
     wq_b: Matrix
     head_weights: Matrix
