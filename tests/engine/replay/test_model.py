@@ -215,6 +215,27 @@ def test_float32(
     assert max(prompt.difference(choiceless) for prompt in prompts) < FP32
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """In float64, with the published window."""
+    config = build.v41(sliding_window=128)
+    path = build.write(tmp_path_factory.mktemp("wide") / "model", config, seed=5)
+    return load_model(path, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded"])
+@pytest.mark.parametrize("length", [126, 127, 128, 129, 130, 150])
+@pytest.mark.parametrize("sizes", [[200], [1, 127]])
+def test_lengths_around_the_published_window(
+    wide: Model, mode: PrefillMode, length: int, sizes: list[int]
+) -> None:
+    """A prompt just shorter or longer than 128 rows, whole and in chunks that end around them."""
+    prompts = prompts_of([(1, length, mode, False), (2, length - 1, "off", False)])
+    finish(wide, fresh(wide), prompts, sizes)
+
+    assert max(prompt.difference(wide) for prompt in prompts) < FP64
+
+
 class NaiveCut(Naive):
     """The naive model with cut windows in its late layers."""
 
