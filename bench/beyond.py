@@ -27,7 +27,7 @@ import numpy as np
 import orjson
 import torch
 
-from bench.engine import config_of
+from bench.driven import config_of
 from bench.paged_model import Injected, peaks, reuse_trace
 from bench.rows import make_rows, write_rows
 from engine import TINY_CHECKPOINT

@@ -25,235 +25,27 @@ Rows: bench
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
-import torch
 
-from bench.bound import bound_ms, experts_touched
-from bench.geometries import geometry
+from bench.driven import Driven, config_of
 from bench.rows import make_rows, percentile, spread, write_rows
-from engine import TINY_CHECKPOINT
-from engine.api import FinishReason, GenerateRequest, PrefillMode, SamplingParams, TokenDelta
-from engine.config import ModelConfig
-from engine.core import EngineCore
-from engine.device.build import free_memory, settle
-from engine.device.fast_runner import FastRunner
-from engine.device.kvpool import KVPool
-from engine.device.rows import build_rows
-from engine.kernels.moe import moe_triton
-from engine.kernels.ops import Implementation
-from engine.memory import plan_memory
-from engine.model.fast import random_fast_model
-from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
-from engine.plan.replay import Replay, tail_of
-from engine.plan.step import Chunk
+from engine.api import FinishReason, TokenDelta
+from engine.device.build import free_memory
+from engine.options import DECODE_BUCKETS
 
-BLOCK = 256
 WARM_UPS = 1
 #: Streams and prompt tokens of the rows "decode" with a long context.
 LONG = ((1, 65536), (16, 32768))
 #: Rows of decode steps that are always captured; the twins take their time.
 NEEDED = (1, 16)
-KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
 
 
-class Engine:
-    """An engine over random weights, driven step by step.
-
-    Args:
-        config: of the model.
-        mode: eager, graph or fused.
-        device: "cuda", or "cpu" to try the benchmark itself.
-        context: most positions of a request.
-        streams: most requests at once.
-        chunk: most rows of a step; `mixed` of a step that has streams.
-        tokens: positions that the pool has room for.
-        tail_buckets: rows of prompts' tails to capture, where the model has a tail.
-        buckets: rows of decode steps to capture.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        mode: str,
-        *,
-        device: str,
-        context: int,
-        streams: int,
-        chunk: int,
-        mixed: int,
-        tokens: int,
-        tail_buckets: Sequence[int] = (),
-        buckets: Sequence[int] = DECODE_BUCKETS,
-    ) -> None:
-        begin = time.perf_counter()
-        options = EngineConfig(
-            max_model_len=context,
-            max_num_seqs=streams,
-            max_batched_tokens=chunk,
-            max_mixed_tokens=mixed,
-            block_size=BLOCK,
-            num_blocks=-(-max(tokens, context) // BLOCK),
-            max_snapshots=32,
-        )
-        model = random_fast_model(
-            config, kernels=KERNELS[mode], device=device, max_model_len=context
-        )
-        if device == "cuda":
-            model.ops = dataclasses.replace(model.ops, moe=moe_triton)
-        self._sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-        self._sync()
-        drawn = time.perf_counter()
-        self._model, self._device = model, device
-        where = torch.device(device)
-        self._pool = pool = KVPool(
-            config,
-            num_blocks=options.resolve_num_blocks(context) + 1,
-            block_size=BLOCK,
-            num_slots=options.resolve_num_slots(),
-            device=where,
-            dtype=model.dtype,
-            forms=model.forms,
-            ring_history=True,
-        )
-        self.tail = tail_of(config)
-        self.runner = FastRunner(
-            model,
-            pool,
-            where,
-            max_model_len=context,
-            max_num_seqs=streams,
-            captures=device == "cuda" and mode != "eager",
-            buckets=buckets,
-            tail=self.tail,
-            tail_buckets=tail_buckets,
-            prompt_buckets=PROMPT_BUCKETS if mode == "fused" else (),
-        )
-        captured = time.perf_counter()
-        if mode == "fused" or tail_buckets:
-            self.runner.warm_up(chunk)
-        self.start: dict[str, Any] = {
-            "weights_s": round(drawn - begin, 2),
-            "capture_s": round(captured - drawn, 2),
-            "warm_up_s": round(time.perf_counter() - captured, 2),
-            "kernels_compiled": self.runner.compiles.compiled,
-            "kernels_cached": self.runner.compiles.loaded,
-            "graph_mb": {
-                c.bucket: round(c.pool_bytes / 1e6, 1) for c in self.runner.graphs.captured
-            },
-        }
-        prompts = self.runner.prompts.graphs
-        if prompts is not None:
-            self.start["prompt_graph_mb"] = {
-                c.bucket: round(c.pool_bytes / 1e6, 1) for c in prompts.captured
-            }
-            self.start["prompt_capture_s"] = round(sum(c.seconds for c in prompts.captured), 2)
-        self._planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
-        self.start |= self.memory()
-        self._time_waits()
-        self._options, self._context = options, context
-        self.chunk = chunk
-        self.begin_anew()
-        settle()  # as load_engine does
-        self._draw = random.Random(0)
-        self._vocab = config.vocab_size
-        self._made = 0
-
-    def memory(self) -> dict[str, float]:
-        """Gigabytes that are held, and were at most since this was last asked, beside the plan's."""
-        found = {"planned_gb": round(self._planned / 1e9, 3)}
-        if self._device == "cuda":
-            held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-            found |= {
-                "held_gb": round(held / 1e9, 3),
-                "peak_gb": round(peak / 1e9, 3),
-                "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 3),
-                "held_over_planned": round(held / self._planned, 4),
-                "peak_over_planned": round(peak / self._planned, 4),
-            }
-            torch.cuda.reset_peak_memory_stats()
-        return found
-
-    def _time_waits(self) -> None:
-        """Count the seconds that the host waits for the device's results."""
-        finish = self.runner._readback.finish
-
-        def timed(half: int, count: int) -> list[int]:
-            begin = time.perf_counter()
-            found = finish(half, count)
-            self._waited += time.perf_counter() - begin
-            return found
-
-        self._waited = 0.0
-        self.runner._readback.finish = timed  # type: ignore[method-assign]
-
-    def kernels(self, batch: int) -> int | None:
-        """Kernels that the device runs in a step of so many rows; None on a CPU."""
-        if not torch.cuda.is_available():
-            return None
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as trace, torch.inference_mode():
-            self.runner.graphs.run(self.runner.graphs.bucket_for(batch))
-            torch.cuda.synchronize()
-        return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
-
-    def _bound(self, batch: int, context: int) -> tuple[list[int], float]:
-        """Experts that each layer reads in a step of random tokens, and the time to read all of it."""
-        chunks = [
-            Chunk(str(i), i + 1, context, self.ids(1), (0,) * -(-(context + 1) // BLOCK), True)
-            for i in range(batch)
-        ]
-        with torch.inference_mode():
-            rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)
-            touched = experts_touched(self._model, lambda: self._model.decode(rows, self._pool))
-        return touched, bound_ms(
-            self._model.config, self._model.weights, self._pool, batch, context, touched
-        )
-
-    def begin_anew(
-        self, *, prefix_cache: bool = True, mixed: int | None = None, chunk: int | None = None
-    ) -> None:
-        """Forget all requests; the same memory serves, perhaps under other limits."""
-        options = dataclasses.replace(self._options, prefix_cache=prefix_cache)
-        if mixed is not None:
-            options = dataclasses.replace(options, max_mixed_tokens=mixed)
-        if chunk is not None:
-            options = dataclasses.replace(options, max_batched_tokens=chunk, max_mixed_tokens=chunk)
-        self.core = EngineCore(
-            self.runner, options, max_position_embeddings=self._context, replay=Replay(self.tail)
-        )
-
-    def ids(self, count: int) -> tuple[int, ...]:
-        """Random ids."""
-        return tuple(self._draw.randrange(self._vocab) for _ in range(count))
-
-    def submit(self, ids: tuple[int, ...], new: int, prefill: PrefillMode | None = None) -> str:
-        """Submit a request and give its id."""
-        self._made += 1
-        name = f"r{self._made}"
-        sampling = SamplingParams(new, temperature=0.0, ignore_eos=True)
-        self.core.submit(GenerateRequest(name, ids, sampling, prefill=prefill))
-        return name
-
-    def _step(self) -> list[TokenDelta]:
-        """Run one step; a request that fails ends the benchmark."""
-        deltas = self.core.step()
-        for delta in deltas:
-            if delta.error is not None:
-                raise RuntimeError(delta.error)
-        return deltas
-
-    def run(self, note: Callable[[TokenDelta, float], None]) -> None:
-        """Run until nothing is left, noting each delta and when it came."""
-        while self.core.has_work:
-            for delta in self._step():
-                note(delta, time.perf_counter())
+class Engine(Driven):
+    """An engine that tells how fast it is."""
 
     def ttft(self, length: int, repeats: int) -> dict[str, Any]:
         """Time to the first token of a prompt alone."""
@@ -277,22 +69,22 @@ class Engine:
         """Milliseconds of a step of streams, from when the last one has begun."""
         steps, rates, host = [], [], []
         for _ in range(warm_ups + repeats):
-            names = [self.submit(self.ids(prompt), self._context - prompt) for _ in range(batch)]
+            names = [self.submit(self.ids(prompt), self.context - prompt) for _ in range(batch)]
             begun: set[str] = set()
             while len(begun) < batch:
-                begun.update(delta.request_id for delta in self._step())
-            begin, launched, waited = time.perf_counter(), self.runner.num_launched, self._waited
+                begun.update(delta.request_id for delta in self.step())
+            begin, launched, waited = time.perf_counter(), self.runner.num_launched, self.waited
             tokens = 0
             while tokens < batch * (new - 1):
-                tokens += len(self._step())
+                tokens += len(self.step())
             spent = time.perf_counter() - begin
-            busy = spent - (self._waited - waited)
+            busy = spent - (self.waited - waited)
             host.append(busy * 1e6 / (self.runner.num_launched - launched))
             rates.append(tokens / spent)
             steps.append(spent * 1e3 * batch / tokens)
             for name in names:
                 self.core.abort(name)
-        touched, bound = self._bound(batch, prompt + new // 2)
+        touched, bound = self.bound(batch, prompt + new // 2)
         ms_step = spread(steps[warm_ups:], 4)
         return {
             "bench": "decode",
@@ -315,7 +107,7 @@ class Engine:
 
         def steps(until: Callable[[], bool]) -> None:
             while not until():
-                for delta in self._step():
+                for delta in self.step():
                     times.setdefault(delta.request_id, []).append(time.perf_counter())
 
         steps(lambda: len(times) == streams and min(map(len, times.values())) > 100)
@@ -377,7 +169,7 @@ class Engine:
 
     def load(self, count: int) -> dict[str, Any]:
         """Requests of mixed length with random aborts, as many at once as run."""
-        draw, ended, aborted = self._draw, dict[str, FinishReason](), set[str]()
+        draw, ended, aborted = self.draw, dict[str, FinishReason](), set[str]()
         open_names: list[str] = []
         begin, tokens = time.perf_counter(), 0
         left = count
@@ -391,7 +183,7 @@ class Engine:
                 name = open_names.pop(draw.randrange(len(open_names)))
                 self.core.abort(name)
                 aborted.add(name)
-            for delta in self._step():
+            for delta in self.step():
                 tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     ended[delta.request_id] = delta.finish_reason
@@ -412,11 +204,6 @@ class Engine:
             "late_kernels": self.runner.compiles.late,
             **self.memory(),
         }
-
-
-def config_of(name: str) -> ModelConfig:
-    """Configuration of a shape, or of the checkpoint that ships."""
-    return ModelConfig.from_file(TINY_CHECKPOINT) if name == "tiny" else geometry(name)
 
 
 def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,8 @@ import orjson
 import torch
 
 from bench.bound import prompt_flops
-from bench.engine import Engine, config_of
+from bench.driven import config_of
+from bench.engine import Engine
 from bench.rows import make_rows, spread, write_rows
 from engine.api import PrefillMode, TokenDelta
 from engine.kernels.rows import Narrowing
@@ -208,11 +209,11 @@ class Replay:
 
 def _timed(engine: Engine, work: Callable[[], Any]) -> tuple[float, float]:
     """Seconds until the device is through, and until the host is."""
-    engine._sync()
+    engine.sync()
     begin = time.perf_counter()
     work()
     host = time.perf_counter() - begin
-    engine._sync()
+    engine.sync()
     return time.perf_counter() - begin, host
 
 

@@ -28,7 +28,8 @@ from bench.rows import ROOT, make_rows, write_rows
 def child(args: argparse.Namespace) -> None:
     """Start an engine, have it give one token, and print what that took."""
     begin = time.perf_counter()
-    from bench.engine import Engine, config_of
+    from bench.driven import config_of
+    from bench.engine import Engine
 
     imported = time.perf_counter()
     engine = Engine(
