@@ -51,6 +51,7 @@ def attend_torch(
     window_form: Form = "none",
     entry_form: Form = "none",
     block: int = 0,
+    ready: bool = False,
 ) -> Tensor:
     """Attention of all rows.
 
@@ -72,6 +73,7 @@ def attend_torch(
         entry_form: of entries.
         block: rows of every sequence in a pass whose rows see each other, later ones too; 0 for a
             pass in which rows see what is before them.
+        ready: whether q has gone through head norm and rotation.
 
     Returns:
         [T, H * D] in q's dtype.
@@ -80,10 +82,11 @@ def attend_torch(
     q = q.view(tokens, heads, -1)
     shape = q.shape[-1], 2 * rope.shape[-1], q.dtype
     wide = torch.promote_types(q.dtype, torch.float32)
-    if head_norm_eps is not None:
+    if head_norm_eps is not None and not ready:
         square = q.to(wide).square().mean(-1, keepdim=True)
         q = (q.to(wide) * torch.rsqrt(square + head_norm_eps)).to(q.dtype)
-    q = rotate_torch(q, rope, rows.positions)
+    if not ready:
+        q = rotate_torch(q, rope, rows.positions)
     o = torch.empty_like(q)
     for first in range(0, tokens, _CHUNK):
         part = slice(first, min(first + _CHUNK, tokens))
@@ -233,6 +236,7 @@ def attend_triton(
     window_form: Form = "none",
     entry_form: Form = "none",
     block: int = 0,
+    ready: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """Run attend_torch as one kernel, or two where the keys of a row are split; D a power of two.
@@ -253,6 +257,7 @@ def attend_triton(
         window_form: as above.
         entry_form: as above.
         block: as above.
+        ready: as above.
         tile: how to cut, else tile_for.
 
     Raises:
@@ -273,7 +278,7 @@ def attend_triton(
         return attend_triton(
             q, plain.k_rows, plain.ring, plain.entries, plain.choice, sink, rope, plain.rows,
             ratio=ratio, head_norm_eps=head_norm_eps, window=window, scale=scale, block=block,
-            tile=tile,
+            ready=ready, tile=tile,
         )  # fmt: skip
     units = dim // 8 if record is None else record.nbytes // ALIGNMENT
     entry_units = units
@@ -337,6 +342,7 @@ def attend_triton(
             HAS_ENTRIES=has_entries,
             CHOICE=0 if choice is None else max(1 << (topk - 1).bit_length(), _LEAST_CHOICE),
             HEAD_NORM=head_norm_eps is not None,
+            READY=ready,
             HAS_FLOORS=rows.floors is not None,
             IS_DECODE=rows.is_decode,
             BLOCK=block,

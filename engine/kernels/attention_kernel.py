@@ -295,6 +295,7 @@ def attend_kernel(
     HAS_ENTRIES: tl.constexpr,
     CHOICE: tl.constexpr,
     HEAD_NORM: tl.constexpr,
+    READY: tl.constexpr,
     HAS_FLOORS: tl.constexpr,
     IS_DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -321,9 +322,10 @@ def attend_kernel(
     of_row = row.to(tl.int64) * (H * D)
     column = tl.arange(0, D)[None, :]
     raw = q + of_row + head[:, None] * D
-    x = tl.load(raw + column, mask=(head < H)[:, None], other=0.0)
-    tail_column = D - 2 * R + tl.arange(0, 2 * R)[None, :]
-    tail = tl.load(raw + tail_column, mask=(head < H)[:, None], other=0.0)
+    queries = tl.load(raw + column, mask=(head < H)[:, None], other=0.0)
+    if not READY:
+        tail_column = D - 2 * R + tl.arange(0, 2 * R)[None, :]
+        tail = tl.load(raw + tail_column, mask=(head < H)[:, None], other=0.0)
     if IS_DECODE:
         sequence = row
         start = position
@@ -373,9 +375,10 @@ def attend_kernel(
                 W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM,
             )  # fmt: skip
             tl.store(keys + i, place, mask=i < filled)
-    queries = ready_queries_device(
-        x, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
-    )
+    if not READY:
+        queries = ready_queries_device(
+            queries, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM
+        )
     # The sink is a key of weight 1 at first, with no value; one split takes it in.
     top = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
     # Weights are summed up by column: what a thread adds to its own needs no exchange.

@@ -40,7 +40,7 @@ def tiling(rows: int, dtype: torch.dtype, *, projects: bool) -> Tiling:
         return Tiling(1, 64, 4)
     # So many rows are a product like any other, which cuBLAS does best.
     apart = rows > MANY and dtype == torch.bfloat16
-    return Tiling(16, 64, 4) if projects and not apart else Tiling(1, 512, 4)
+    return Tiling(16, 32, 4) if projects and not apart else Tiling(1, 512, 4)
 
 
 def mixed(
