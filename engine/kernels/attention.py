@@ -34,6 +34,29 @@ from engine.plan.records import ALIGNMENT, Form
 _CHUNK = 32
 
 
+def ready_queries_torch(
+    q: Tensor, heads: int, head_norm_eps: float | None, rope: Tensor, rows: Rows
+) -> Tensor:
+    """Head norm and rotation of queries, as attention does them to raw ones.
+
+    Args:
+        q: [T, H * D].
+        heads: H.
+        head_norm_eps: of V4's norm per query head; None without it.
+        rope: table float32 [P, 2, R].
+        rows: the pass.
+
+    Returns:
+        [T, H * D] in q's dtype.
+    """
+    q = q.view(len(q), heads, -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if head_norm_eps is not None:
+        square = q.to(wide).square().mean(-1, keepdim=True)
+        q = (q.to(wide) * torch.rsqrt(square + head_norm_eps)).to(q.dtype)
+    return rotate_torch(q, rope, rows.positions).flatten(1)
+
+
 def attend_torch(
     q: Tensor,
     k_rows: Tensor,
@@ -73,20 +96,17 @@ def attend_torch(
         entry_form: of entries.
         block: rows of every sequence in a pass whose rows see each other, later ones too; 0 for a
             pass in which rows see what is before them.
-        ready: whether q has gone through head norm and rotation.
+        ready: whether q has gone through head norm and rotation (ready_queries_torch).
 
     Returns:
         [T, H * D] in q's dtype.
     """
     tokens, heads = rows.num_rows, sink.shape[0]
+    if not ready:
+        q = ready_queries_torch(q, heads, head_norm_eps, rope, rows)
     q = q.view(tokens, heads, -1)
     shape = q.shape[-1], 2 * rope.shape[-1], q.dtype
     wide = torch.promote_types(q.dtype, torch.float32)
-    if head_norm_eps is not None and not ready:
-        square = q.to(wide).square().mean(-1, keepdim=True)
-        q = (q.to(wide) * torch.rsqrt(square + head_norm_eps)).to(q.dtype)
-    if not ready:
-        q = rotate_torch(q, rope, rows.positions)
     o = torch.empty_like(q)
     for first in range(0, tokens, _CHUNK):
         part = slice(first, min(first + _CHUNK, tokens))

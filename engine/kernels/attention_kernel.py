@@ -19,10 +19,10 @@ from engine.kernels.triton_compat import cast, dot, tl, triton
 
 
 @triton.jit
-def ready_queries_device(
+def store_queries_device(
     x,
     tail,
-    scratch,
+    out,
     rope,
     position,
     head,
@@ -32,16 +32,12 @@ def ready_queries_device(
     R: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Queries of some heads of a row, normed and rotated [M, D]; zero for heads beyond H.
-
-    They pass through memory: so the rotation handles its few columns alone, and what is loaded
-    can be a product's left operand from shared memory, where from registers it would take all
-    that the accumulator leaves. Programs that share heads write the same there.
+    """Store queries of some heads of a row, normed and rotated.
 
     Args:
         x: raw queries [M, D].
         tail: their last 2 * R columns.
-        scratch: pointer to the row in a buffer of all queries' shape and dtype.
+        out: pointer to the row in a buffer of all queries' shape and dtype.
         rope: pointer to the table.
         position: of the row.
         head: int32 [M].
@@ -60,10 +56,38 @@ def ready_queries_device(
         x = cast(wide * rho, x.dtype)
         tail = cast(tail.to(tl.float32) * rho, x.dtype)
     turned = rotate_device(tail.to(tl.float32), rope, tl.zeros((1,), tl.int32) + position, R)
-    tl.store(scratch + at, x, mask=there & (tl.arange(0, D) < D - 2 * R)[None, :])
-    tl.store(scratch + tail_at, cast(turned, x.dtype), mask=there)
+    tl.store(out + at, x, mask=there & (tl.arange(0, D) < D - 2 * R)[None, :])
+    tl.store(out + tail_at, cast(turned, x.dtype), mask=there)
+
+
+@triton.jit
+def turn_queries_device(
+    q, out, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Norm and rotate the queries of some heads [M] of a row, from q to out; both point to the row."""
+    there = (head < H)[:, None]
+    raw = q + head[:, None] * D
+    x = tl.load(raw + tl.arange(0, D)[None, :], mask=there, other=0.0)
+    tail = tl.load(raw + D - 2 * R + tl.arange(0, 2 * R)[None, :], mask=there, other=0.0)
+    store_queries_device(x, tail, out, rope, position, head, H, eps, D, R, NORM)
+
+
+@triton.jit
+def ready_queries_device(
+    x, tail, scratch, rope, position, head, H, eps, D: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Queries of some heads of a row, normed and rotated [M, D]; zero for heads beyond H.
+
+    They pass through memory: so the rotation handles its few columns alone, and what is loaded
+    can be a product's left operand from shared memory, where from registers it would take all
+    that the accumulator leaves. Programs that share heads write the same there. Arguments are those
+    of store_queries_device.
+    """
+    store_queries_device(x, tail, scratch, rope, position, head, H, eps, D, R, NORM)
     tl.debug_barrier()
-    return tl.load(scratch + at, mask=there, other=0.0)
+    at = head[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(scratch + at, mask=(head < H)[:, None], other=0.0)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """What lies between a layer's projections and its attention, in one launch for decode rows.
 
-Window keys, compressors and index queries wait for the projections and not for each other. Each is
-small for a few rows, so that what they cost is their launches.
+Window keys, compressors, index queries and what attention does to its queries first wait for the
+projections and not for each other. Each is small for a few rows, so that what they cost is their
+launches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.attention import ready_queries_torch
+from engine.kernels.attention_kernel import turn_queries_device
 from engine.kernels.compress import compress_device, compress_torch, compress_triton
 from engine.kernels.index import (
     HEADS,
@@ -19,7 +22,7 @@ from engine.kernels.index import (
     index_queries_torch,
     index_queries_triton,
 )
-from engine.kernels.overlap import await_previous, begin_next, overlapping
+from engine.kernels.overlap import FEW_ROWS, await_previous, begin_next, overlapping
 from engine.kernels.records import layout_of, rows_like
 from engine.kernels.roundtrip import signs_for
 from engine.kernels.rows import Rows
@@ -61,10 +64,24 @@ class QueryInput:
     form: Form
 
 
+@dataclass(frozen=True, slots=True)
+class HeadInput:
+    """Arguments of ready_queries: raw [T, H * D], H, eps of the head norm or None."""
+
+    raw: Tensor
+    heads: int
+    eps: float | None
+
+
+#: Window keys, latents, index queries and queries of attention, as `attention_inputs_torch` gives them.
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
 def attention_inputs_torch(
     window: WindowInput,
     compressors: Sequence[CompressorInput],
     queries: QueryInput | None,
+    heads: HeadInput,
     rope: Tensor,
     rows: Rows,
     *,
@@ -73,13 +90,14 @@ def attention_inputs_torch(
     eps: float,
     want_latent: bool,
     store: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> Inputs:
     """Window keys, compressed entries and index queries of a layer.
 
     Args:
         window: what the window keys are made of.
         compressors: up to two, the entries' and that of V4's index keys.
         queries: what the index queries are made of, None for a layer that chooses nothing.
+        heads: the queries of attention.
         rope: float32 [P, 2, R], of all of them.
         rows: of the pass.
         ratio: tokens per entry.
@@ -90,7 +108,9 @@ def attention_inputs_torch(
             in a pass of one row a sequence.
 
     Returns:
-        window keys [T, ...] of the pass, latents [T, D] or None, index queries [T, Hi, Di] or None.
+        window keys [T, ...] of the pass, latents [T, D] or None, index queries [T, Hi, Di] or None,
+        and queries that are ready for attention [T, H * D], None where it shall ready them: in a
+        pass of more than one row a sequence.
     """
     k_rows = window_keys_torch(
         window.kv, window.norm_w, eps, rope, rows, window.ring,
@@ -109,7 +129,10 @@ def attention_inputs_torch(
         turned = index_queries_torch(
             queries.raw, rope, rows, head_dim=queries.head_dim, form=queries.form
         )
-    return k_rows, latents[0] if latents else None, turned
+    ready = None
+    if rows.is_decode:
+        ready = ready_queries_torch(heads.raw, heads.heads, heads.eps, rope, rows)
+    return k_rows, latents[0] if latents else None, turned, ready
 
 
 # ---------------------------------------------------------------- Triton
@@ -121,7 +144,7 @@ def _attention_inputs(
     kv, kv_stride, kv_norm, k_rows, ring,
     proj_a, stride_a, ape_a, state_a, norm_a, pool_a, signs_a, latent,
     proj_b, stride_b, ape_b, state_b, norm_b, pool_b, signs_b,
-    q, q_stride, signs_q, q_out,
+    q, q_stride, signs_q, q_out, heads, heads_out, head_eps,
     W: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WINDOW_FORM: tl.constexpr,
     STORE: tl.constexpr, RATIO: tl.constexpr, PAIRED: tl.constexpr, PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, LATENT: tl.constexpr,
@@ -130,9 +153,12 @@ def _attention_inputs(
     B: tl.constexpr, D_B: tl.constexpr, RING_B: tl.constexpr, FORM_B: tl.constexpr,
     APE_B: tl.constexpr,
     H: tl.constexpr, D_Q: tl.constexpr, FORM_Q: tl.constexpr, HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ALL: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, role): row t's window key, a compressor's part, or some of its index queries."""
+    """Program (t, role): row t's window key, a compressor's part, some of its queries.
+
+    Of index queries, HEADS of H heads, then of attention's, SOME of ALL.
+    """
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     t, role = tl.program_id(0), tl.program_id(1)
@@ -157,8 +183,16 @@ def _attention_inputs(
                 RATIO, PAIRED, D_B, RING_B, PER_BLOCK, PAIRS, FORM_B, APE_B,
                 False, STORE and RATIO > 1, CHUNK,
             )  # fmt: skip
-    if H:
-        part = role - 1 - A - B
+    QUERIES: tl.constexpr = (H + HEADS - 1) // HEADS
+    part = role - 1 - A - B
+    if part >= QUERIES:
+        of_row = t.to(tl.int64) * (ALL * D)
+        head = (part - QUERIES) * SOME + tl.arange(0, SOME)
+        turn_queries_device(
+            heads + of_row, heads_out + of_row, rope, tl.load(positions + t), head, ALL, head_eps,
+            D, PAIRS, NORM,
+        )  # fmt: skip
+    elif H:  # noqa: SIM102 - decided at compile time
         if part >= 0:
             # The last program of a row may overlap the next row's first, and writes the same.
             index_queries_device(
@@ -190,6 +224,7 @@ def attention_inputs_triton(
     window: WindowInput,
     compressors: Sequence[CompressorInput],
     queries: QueryInput | None,
+    heads: HeadInput,
     rope: Tensor,
     rows: Rows,
     *,
@@ -198,11 +233,11 @@ def attention_inputs_triton(
     eps: float,
     want_latent: bool,
     store: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> Inputs:
     """Do as `attention_inputs_torch`; one launch for decode rows, else one or two for each part."""
     if not rows.is_decode:
         return _apart(
-            window, compressors, queries, rope, rows,
+            window, compressors, queries, heads, rope, rows,
             ratio=ratio, overlap=overlap, eps=eps, want_latent=want_latent, store=store,
         )  # fmt: skip
     count, dim = window.kv.shape
@@ -212,35 +247,40 @@ def attention_inputs_triton(
     q = None
     want_latent = want_latent and a is not None
     latent = window.kv.new_empty((count if want_latent else 0, dim))
-    heads = head_dim = 0
+    index_heads = head_dim = 0
     signs = None
     if queries is not None:
         signs = signs_for(queries.form, queries.head_dim, queries.raw.dtype, queries.raw.device)
         head_dim = queries.head_dim
-        heads = queries.raw.shape[1] // head_dim
-        q = queries.raw.new_empty((count, heads, head_dim))
+        index_heads = queries.raw.shape[1] // head_dim
+        q = queries.raw.new_empty((count, index_heads, head_dim))
+    ready = torch.empty_like(heads.raw)
+    some = 4 if count <= FEW_ROWS else 16
     members = max(1, ratio * (2 if overlap else 1))
-    roles = 1 + (a is not None) + (b is not None) + triton.cdiv(heads, HEADS)
+    roles = 1 + (a is not None) + (b is not None) + triton.cdiv(index_heads, HEADS)
+    roles += triton.cdiv(heads.heads, some)
     _attention_inputs[(count, roles)](
         rows.positions, rows.seq, rows.slots, rows.starts, rows.first, rows.tables,
         rows.tables.shape[1], rope, eps,
         window.kv, window.kv.stride(0), window.norm_w, k_rows, window.ring,
         *_fields(a, rope, window.kv.dtype), latent, *_fields(b, rope, window.kv.dtype),
         None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
-        signs, q,
+        signs, q, heads.raw, ready, heads.eps or 0.0,
         W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
         RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
         CHUNK=min(members, 8), LATENT=want_latent, **_shape(a, "A"), **_shape(b, "B"),
-        H=heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form, HEADS=HEADS,
+        H=index_heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form,
+        HEADS=HEADS, ALL=heads.heads, SOME=some, NORM=heads.eps is not None,
         num_warps=8 if members > 8 else 4, **overlapping(k_rows.device),
     )  # fmt: skip
-    return k_rows, latent if want_latent else None, q
+    return k_rows, latent if want_latent else None, q, ready
 
 
 def _apart(
     window: WindowInput,
     compressors: Sequence[CompressorInput],
     queries: QueryInput | None,
+    heads: HeadInput,
     rope: Tensor,
     rows: Rows,
     *,
@@ -249,8 +289,8 @@ def _apart(
     eps: float,
     want_latent: bool,
     store: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Each part by a launch of its own."""
+) -> Inputs:
+    """Each part by a launch of its own, but for the queries of attention."""
     k_rows = window_keys_triton(
         window.kv, window.norm_w, eps, rope, rows, window.ring,
         form=window.form, store=store and rows.is_decode,
@@ -268,4 +308,4 @@ def _apart(
         q = index_queries_triton(
             queries.raw, rope, rows, head_dim=queries.head_dim, form=queries.form
         )
-    return k_rows, latents[0] if latents else None, q
+    return k_rows, latents[0] if latents else None, q, None

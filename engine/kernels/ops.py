@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from engine.kernels.inputs import Inputs
 from engine.kernels.mhc import HcIn
 from engine.kernels.router import Routing
 
@@ -70,7 +71,7 @@ class Ops:
     window_keys: Callable[..., Tensor]
     store_window: Callable[..., None]
     attend: Callable[..., Tensor]
-    attention_inputs: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+    attention_inputs: Callable[..., Inputs]
     compress: Callable[..., Tensor | None]
     store_state: Callable[..., None]
     index_keys_from_latent: Callable[..., None]

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.config import Layer, ModelConfig
 from engine.kernels.engram import Hashes
 from engine.kernels.formats import Matrix
-from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
+from engine.kernels.inputs import CompressorInput, HeadInput, QueryInput, WindowInput
 from engine.kernels.mhc import HcIn
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
@@ -500,10 +500,12 @@ class FastModel:
         ring = pool.window[layer.index]
         compressors = self._compressors(layer, w, extras, state) if writes else []
         kept = state.held is None
-        k_rows, latent, chooser = k.attention_inputs(
+        head_norm = None if c.is_v41 else c.rms_norm_eps
+        k_rows, latent, chooser, ready = k.attention_inputs(
             WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.forms.window),
             compressors,
             QueryInput(index_q[0], c.index_head_dim, self.forms.index) if index_q else None,
+            HeadInput(q, a.sink.shape[0], head_norm),
             rope,
             rows,
             ratio=layer.ratio,
@@ -520,7 +522,7 @@ class FastModel:
             self._choose(layer, chooser, extras[-1], state)
         choice = None if layer.index_source is None else state.choices[layer.index_source]
         o = k.attend(
-            q,
+            q if ready is None else ready,
             k_rows,
             ring,
             None if layer.kv_source is None else pool.entries[layer.kv_source],
@@ -529,11 +531,12 @@ class FastModel:
             rope,
             rows,
             ratio=layer.ratio,
-            head_norm_eps=None if c.is_v41 else c.rms_norm_eps,
+            head_norm_eps=head_norm,
             window=c.sliding_window,
             scale=self._scale,
             window_form=self.forms.window,
             entry_form=self.forms.entries,
+            ready=ready is not None,
         )
         if not rows.is_decode or state.held is not None:
             state.store(partial(k.store_window, k_rows, rows, ring))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import inputs
-from engine.kernels.inputs import CompressorInput, QueryInput, WindowInput
+from engine.kernels.attention import attend_triton
+from engine.kernels.inputs import CompressorInput, HeadInput, QueryInput, WindowInput
 from engine.kernels.records import unpack_torch
 from engine.kernels.reference import rope_frequencies
 from engine.kernels.rope import rope_table
@@ -15,7 +16,7 @@ from engine.kernels.rows import Rows
 from tests.engine.kernels.batches import Span, make
 from tests.engine.kernels.passes import DEVICE, noise, poisoned
 
-BLOCK, BLOCKS, SLOTS, WINDOW, TAIL = 16, 24, 6, 8, 16
+BLOCK, BLOCKS, SLOTS, WINDOW, TAIL, HEADS = 16, 24, 6, 8, 16, 6
 #: ratio, overlap, forms of compressors, with index queries, with latents
 KINDS = {
     "window": (0, False, (), False, False),
@@ -25,6 +26,8 @@ KINDS = {
     "ratio1": (1, False, ("fp4_e4m3_16",), True, True),
     "reader": (1, False, (), True, False),
 }
+#: Place of what is ready for attention among the results.
+READY = 3
 DECODE = [Span(3, 1), Span(15, 1), Span(0, 1), Span(6, 1)]
 CHUNKS = [Span(0, 5), Span(6, 3)]
 
@@ -62,12 +65,13 @@ class Layer:
         form = "fp4_32" if v41 else "hadamard_fp4_32"
         raw = noise(count, 2 * index, seed=11)
         self.queries = QueryInput(raw, index, form) if chooses else None
+        self.heads = HeadInput(noise(count, HEADS * dim, seed=13), HEADS, None if v41 else 1e-6)
 
     def run(self, call: object, rows: Rows, store: bool) -> list[Tensor | None]:
         """Everything that the call gives or writes, records as values."""
         table = rope_table(rope_frequencies(TAIL, 100.0).to(DEVICE), 256)
         given = call(
-            self.window, self.compressors, self.queries, table, rows,
+            self.window, self.compressors, self.queries, self.heads, table, rows,
             ratio=self.ratio, overlap=self.overlap, eps=1e-6, want_latent=self.want_latent,
             store=store,
         )  # fmt: skip
@@ -84,14 +88,16 @@ class Layer:
 @pytest.mark.parametrize("store", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_together_is_apart(kind, store):
-    """One launch gives and writes what a launch for each part does, bit for bit."""
+    """One launch gives and writes what a launch for each part does, bit for bit.
+
+    But for the queries of attention, which apart it readies itself.
+    """
     rows, _ = make(DECODE, BLOCK, blocks=BLOCKS)
     apart = Layer(kind, rows).run(inputs._apart, rows, store)
     together = Layer(kind, rows).run(inputs.attention_inputs_triton, rows, store)
     for i, (found, want) in enumerate(zip(together, apart, strict=True)):
-        if want is None:
-            assert found is None
-        else:
+        assert (found is None) == (want is None) or i == READY
+        if want is not None:
             torch.testing.assert_close(found, want, equal_nan=True, atol=0, rtol=0, msg=str(i))
 
 
@@ -102,6 +108,7 @@ def test_kernel_is_the_twin(kind, spans):
     want = Layer(kind, rows).run(inputs.attention_inputs_torch, rows, True)
     found = Layer(kind, rows).run(inputs.attention_inputs_triton, rows, True)
     for a, b in zip(found, want, strict=True):
+        assert (a is None) == (b is None)
         if b is not None:
             a, b = a.nan_to_num(), b.nan_to_num()
             if a.dim() == 3:  # slot and block 0 are nobody's
@@ -117,6 +124,27 @@ def test_planted_fault_is_seen():
     keys = short.compressors.pop()
     short.run(inputs.attention_inputs_triton, rows, True)
     assert not torch.equal(keys.pool, want.compressors[1].pool)
+
+
+@pytest.mark.parametrize("kind", ["window", "ratio1"])
+def test_ready_queries_are_those_of_attention(kind):
+    """Attention of queries made ready here differs from that of raw ones; or of rotated ones twice."""
+    rows, _ = make(DECODE, BLOCK, blocks=BLOCKS)
+    layer = Layer(kind, rows)
+    table = rope_table(rope_frequencies(TAIL, 100.0).to(DEVICE), 256)
+    keys, *_, ready = layer.run(inputs.attention_inputs_triton, rows, True)[: READY + 1]
+    raw, norm = layer.heads.raw, layer.heads.eps
+    plain = torch.zeros(SLOTS, WINDOW, layer.dims[0], device=DEVICE)
+
+    def attended(q: Tensor, *, ready: bool) -> Tensor:
+        return attend_triton(
+            q, keys, plain, None, None, noise(HEADS, seed=14), table, rows, ratio=0,
+            head_norm_eps=norm, window=WINDOW, scale=0.1, ready=ready,
+        )  # fmt: skip
+
+    want = attended(raw, ready=False)
+    torch.testing.assert_close(attended(ready, ready=True), want, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(attended(ready, ready=False), want, atol=1e-3)
 
 
 @pytest.mark.gpu
