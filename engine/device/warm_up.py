@@ -14,7 +14,7 @@ from engine.device.rows import LEAST_END
 from engine.plan.step import Chunk
 
 #: Rows of prompts, one for each class.
-LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 128, 160, 256, 300, 1024, 1100, 2048)
+LENGTHS = (1, 2, 4, 7, 15, 16, 17, 24, 40, 64, 65, 100, 128, 160, 256, 300, 1024, 1100, 2048)
 #: The same where tails' windows are cut.
 TAIL_LENGTHS = (2, 8, 16, 32, 128)
 #: Rows of prompts whose ends are of each class: scored one by one, and in tiles.

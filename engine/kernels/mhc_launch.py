@@ -135,8 +135,10 @@ def opened(
     comb = torch.empty((rows, count, count), dtype=torch.float32, device=device)
     logits = torch.empty((rows, SLOTS), dtype=torch.float32, device=device)
     shares = sums.shape[1]
-    # As many rows' coefficients per program as their shares fit its registers.
-    tile = max(1, min(128, 128 // triton.next_power_of_2(shares), triton.next_power_of_2(rows)))
+    # As many rows' coefficients per program as their shares fit its registers. Without any one
+    # kernel serves all numbers of rows.
+    most = 128 // triton.next_power_of_2(shares) if iterations else 1
+    tile = max(1, min(128, most, triton.next_power_of_2(rows)))
     others = triton.cdiv(rows, tile) if iterations else 0
     block = triton.next_power_of_2(width)
 
