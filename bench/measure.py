@@ -99,8 +99,15 @@ JOBS = (
     ),
     Job(
         "paged",
-        f"{QWEN} --slots 40 --batch 1,4 --steps 64 --baselines --check --out gpu-paged-qwen",
-        150,
+        f"{QWEN} --slots 40 --batch 1,4 --steps 64 --check --out gpu-paged-qwen",
+        130,
+    ),
+    # Fair only while no other job has the host's cores: by itself, with --only.
+    Job(
+        "paged-baselines",
+        f"{QWEN} --slots 40 --hit 0.9 --steps 24 --warm 8 --baselines"
+        " --out gpu-paged-qwen-baselines",
+        70,
     ),
     Job(
         "engine-v41",
