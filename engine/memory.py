@@ -26,7 +26,7 @@ from engine.model.names import (
     tensor_specs,
 )
 from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, buckets_up_to
-from engine.plan.layout import Drafting, Group, PoolTensor, pool_tensors
+from engine.plan.layout import ALIGNMENT, Drafting, Group, PoolTensor, pool_tensors
 from engine.plan.records import Forms, forms_of
 from engine.plan.replay import tail_of
 from engine.speculation import draft_tokens, drafting_of, speculative_buckets
@@ -171,7 +171,9 @@ def plan_memory(
     num_blocks = options.resolve_num_blocks(context)
     forms = forms_of(is_v41=config.is_v41, is_quantised=packed and config.is_quantised)
     drafting = drafting_of(options)
-    parts = list(pool_tensors(config, options.block_size, itemsize, forms, drafting))
+    parts = list(
+        pool_tensors(config, options.block_size, itemsize, forms, drafting, ring_history=packed)
+    )
     weights = _packed_weights(config, itemsize, drafting) if packed else _weights(config, itemsize)
     steps: tuple[Item, ...] = ()
     if packed:
@@ -430,11 +432,8 @@ def _pools(
             continue
         count = num_blocks + 1 if same[0].per_block else options.resolve_num_slots()
         owner = "blocks" if same[0].per_block else "slots"
-        if group == "history":
-            if packed:  # a ring of one more, on the device
-                each += each // same[0].shape[0]
-            else:
-                owner = "host"
+        if group == "history" and not packed:
+            owner = "host"
         why = f"{each:,} bytes x {blocks if owner == 'blocks' else slots}"
         if group != "history":
             why = f"{_stored(same[0], forms)}layers {', '.join(str(tensor.layer) for tensor in same)}: {why} each"
@@ -442,6 +441,13 @@ def _pools(
         if owner == "blocks":
             what += f", ratio {options.block_size // shape[0]}"
         yield Item(owner, what, each * len(same) * count, why)
+    held = len(parts) - (not packed)  # without the history, the last
+    yield Item(
+        "slots",
+        "alignment",
+        held * ALIGNMENT,
+        f"{held} tensors of slots and blocks begin at multiples of {ALIGNMENT} in one arena",
+    )
 
 
 def _stored(tensor: PoolTensor, forms: Forms) -> str:

@@ -12,6 +12,9 @@ Cached values are numbers of the engine's dtype, or records of bytes in the narr
 model (engine.plan.records): FP8 window rings, FP8 or FP4 entries, FP4 index keys. Compressor state is
 float32.
 
+All tensors are views of one run of bytes, the arena: one allocation, whose size the memory plan knows
+to the byte, so that no memory is lost between tensors and what does not fit fails at once.
+
 A slot may also hold the state of nobody's request, kept by the prefix cache.
 
 Slot 0 and block 0 belong to nobody: padding may read and write them, so they stay finite.
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.engram import NO_TOKEN
-from engine.plan.layout import Drafting, pool_tensors
+from engine.plan.layout import Drafting, arena, pool_tensors
 from engine.plan.records import Forms
 
 
@@ -35,6 +38,7 @@ class KVPool:
     """All KV and rolling state of one model.
 
     Attributes:
+        arena: uint8, the memory of all that lies on the device.
         forms: of cached values. A row of D is uint8 [nbytes] where its form is not "none".
         window: per layer [num_slots, W, D]; position p lives in row p mod W.
         entries: per entry-owning layer [num_blocks, block_size // ratio, D], after RoPE.
@@ -105,16 +109,21 @@ class KVPool:
             "draft": draft,
             "carry": carry,
         }
-        elements = {"cache": dtype, "bytes": torch.uint8, "state": state_dtype}
-        for part in pool_tensors(config, block_size, dtype.itemsize, forms, drafting):
-            shape = (num_blocks if part.per_block else num_slots, *part.shape)
+        elements = {"cache": dtype, "bytes": torch.uint8, "state": state_dtype, "ids": torch.int64}
+        sizes = (block_size, dtype.itemsize, forms, drafting)
+        parts = list(pool_tensors(config, *sizes, ring_history=ring_history))
+        if not ring_history:  # the reference's stays on the host
+            self.history = torch.zeros((num_slots, *parts.pop().shape), dtype=torch.int64)
+        starts, nbytes = arena(parts, num_blocks, num_slots, dtype.itemsize)
+        self.arena = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        for part, start in zip(parts, starts, strict=True):
+            count = num_blocks if part.per_block else num_slots
+            own = self.arena[start : start + count * part.nbytes(dtype.itemsize)]
+            tensor = own.view(elements[part.kind]).view(count, *part.shape)
             if part.group == "history":
-                width = part.shape[0] + 1 if ring_history and part.shape[0] else part.shape[0]
-                where = device if ring_history else "cpu"
-                self.history = torch.zeros((num_slots, width), dtype=torch.int64, device=where)
-                continue
-            element = elements[part.kind]
-            groups[part.group][part.layer] = torch.zeros(shape, dtype=element, device=device)
+                self.history = tensor
+            else:
+                groups[part.group][part.layer] = tensor
         self.window = tuple(window.values())
         self.draft = tuple(draft.values())
         self.carry = tuple(carry.values())
@@ -128,8 +137,8 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.named_tensors().values())
+        """Bytes of all tensors on the device, and of what is between them."""
+        return self.arena.nbytes
 
     def reset_slot(self, slot: int) -> None:
         """Make a slot ready for a new sequence: empty rings, nothing pending, no history.

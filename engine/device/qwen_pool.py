@@ -16,6 +16,7 @@ class QwenPool:
     Attributes:
         keys: per layer [num_blocks, block_size, Hkv, D], after rotation.
         values: likewise.
+        arena: [2, layers, num_blocks, block_size, Hkv, D], the memory of both.
 
     Args:
         config: of the model.
@@ -34,21 +35,18 @@ class QwenPool:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-
-        def make() -> tuple[Tensor, ...]:
-            layers = range(config.num_hidden_layers)
-            return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in layers)
-
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        shape = (2, layers, num_blocks, block_size, heads, config.head_dim)
         self.config = config
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.keys, self.values = make(), make()
+        self.arena = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (half.unbind() for half in self.arena)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return self.arena.nbytes
 
     def reset_slot(self, slot: int) -> None:
         """Do nothing: a block's rows are read only after they were written."""

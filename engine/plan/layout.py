@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,8 @@ Drafting = Literal["off", "dspark", "mtp"]
 #: "state": float32 at least, since pending rows are summed up much later and bfloat16 there costs
 #: accuracy (model.md 7); "ids": int64.
 Kind = Literal["cache", "bytes", "state", "ids"]
+#: Where a tensor may begin in the arena, in bytes: kernels load 16 at a time, whole lines are 128.
+ALIGNMENT = 256
 BLOCK_GROUPS: tuple[Group, ...] = ("entries", "index_keys")
 
 
@@ -77,7 +79,13 @@ def row_of(config: ModelConfig, form: Form, width: int, itemsize: int) -> tuple[
 
 
 def pool_tensors(
-    config: ModelConfig, block_size: int, itemsize: int, forms: Forms, drafting: Drafting = "off"
+    config: ModelConfig,
+    block_size: int,
+    itemsize: int,
+    forms: Forms,
+    drafting: Drafting = "off",
+    *,
+    ring_history: bool = False,
 ) -> Iterator[PoolTensor]:
     """Every tensor of the pools, layer by layer.
 
@@ -87,6 +95,7 @@ def pool_tensors(
         itemsize: bytes of an element of the engine's dtype.
         forms: of cached values.
         drafting: who drafts tokens.
+        ring_history: whether ids of the history lie in a ring, which has a place more.
     """
     head, index = config.head_dim, config.index_head_dim
     window, window_kind = row_of(config, forms.window, head, itemsize)
@@ -110,8 +119,32 @@ def pool_tensors(
         yield PoolTensor("draft", stage, (config.sliding_window, window), window_kind)
         if drafting == "mtp":
             yield PoolTensor("carry", stage, (config.hc_mult * config.hidden_size,), "cache")
-    history = config.engram.history_len if config.engram else 0
+    history = config.engram.history_len + ring_history if config.engram else 0
     yield PoolTensor("history", -1, (history,), "ids")
+
+
+def arena(
+    parts: Sequence[PoolTensor], num_blocks: int, num_slots: int, itemsize: int
+) -> tuple[list[int], int]:
+    """Place tensors in one run of bytes.
+
+    Args:
+        parts: of the pools.
+        num_blocks: blocks, the dummy included.
+        num_slots: slots, the dummy included.
+        itemsize: bytes of an element of the engine's dtype.
+
+    Returns:
+        where each begins, a multiple of ALIGNMENT, and the bytes of all: those of the tensors and
+        ALIGNMENT for each, whatever is needed of it, so that a block more costs what a block has.
+    """
+    starts, end, total = [], 0, 0
+    for part in parts:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        nbytes = (num_blocks if part.per_block else num_slots) * part.nbytes(itemsize)
+        starts.append(start)
+        end, total = start + nbytes, total + nbytes + ALIGNMENT
+    return starts, total
 
 
 def layout_fingerprint(config: ModelConfig, block_size: int, dtype: str, forms: Forms) -> bytes:

@@ -10,6 +10,7 @@ from engine.config import ModelConfig
 from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.model.engram import NO_TOKEN
+from engine.plan.layout import ALIGNMENT
 from engine.plan.step import Chunk
 from tests.engine.model import build
 
@@ -50,13 +51,28 @@ def test_tensors_have_the_documented_shapes():
     assert pool.history.shape == (3, 3)
     assert pool.window[0].dtype == pool.entries[1].dtype == torch.bfloat16
     assert pool.state[1].dtype == torch.float32
-    tensors = [
-        *pool.window,
-        *pool.entries.values(),
-        *pool.index_keys.values(),
-        *pool.state.values(),
-    ]
-    assert pool.nbytes == sum(t.nbytes for t in tensors) + 3 * 3 * 8
+    assert pool.history.device.type == "cpu"
+
+
+@pytest.mark.parametrize("ring_history", [False, True])
+@pytest.mark.parametrize("config", [V4, V41], ids=["v4", "v41"])
+def test_all_tensors_lie_in_one_arena_and_apart(config, ring_history):
+    """One allocation; what is written to one tensor is in no other; lines of memory are not shared."""
+    pool = KVPool(config, num_blocks=5, block_size=32, num_slots=3, ring_history=ring_history)
+    named = {name: t for name, t in pool.named_tensors().items() if t.numel()}
+    if not ring_history:
+        named.pop("history", None)
+    bytes_of = {}
+    for number, (name, tensor) in enumerate(named.items(), 1):
+        assert tensor.untyped_storage().data_ptr() == pool.arena.data_ptr()
+        assert tensor.is_contiguous()
+        assert (tensor.data_ptr() - pool.arena.data_ptr()) % ALIGNMENT == 0
+        tensor.view(torch.uint8).fill_(number)
+        bytes_of[name] = tensor.nbytes
+    for number, (name, tensor) in enumerate(named.items(), 1):
+        assert (tensor.view(torch.uint8) == number).all(), name
+    held = len(pool.named_tensors()) - (not ring_history)
+    assert pool.nbytes == sum(bytes_of.values()) + held * ALIGNMENT
 
 
 @pytest.mark.parametrize("config", [V4, V41], ids=["v4", "v41"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, strategies as st
 
 from engine.config import ModelConfig
-from engine.plan.layout import layout_fingerprint, pool_tensors
+from engine.plan.layout import ALIGNMENT, PoolTensor, arena, layout_fingerprint, pool_tensors
 from engine.plan.records import Forms, forms_of
 from tests.engine.model import build
 
@@ -55,6 +56,37 @@ def test_pending_rows_are_float32_at_least() -> None:
     for part in pool_tensors(ModelConfig.from_dict(build.v41()), 16, 4, Forms()):
         assert part.nbytes(2) * (2 if part.kind == "cache" else 1) == part.nbytes(4)
         assert part.nbytes(8) == part.nbytes(4) * (1 if part.kind == "ids" else 2)
+
+
+@given(
+    st.lists(
+        st.builds(
+            PoolTensor,
+            st.sampled_from(["window", "entries", "index_keys", "state"]),
+            st.just(0),
+            st.tuples(st.integers(0, 40), st.integers(1, 600)),
+            st.sampled_from(["cache", "bytes", "state", "ids"]),
+        ),
+        max_size=9,
+    ),
+    st.integers(1, 300),
+    st.integers(1, 70),
+    st.sampled_from([2, 4, 8]),
+)
+def test_tensors_of_an_arena_lie_apart(
+    parts: list[PoolTensor], blocks: int, slots: int, itemsize: int
+) -> None:
+    """Each begins where it may, ends before the next, and a block more costs what a block has."""
+    starts, total = arena(parts, blocks, slots, itemsize)
+
+    end = 0
+    for part, start in zip(parts, starts, strict=True):
+        assert start % ALIGNMENT == 0
+        assert start >= end
+        end = start + (blocks if part.per_block else slots) * part.nbytes(itemsize)
+    assert end <= total
+    _, more = arena(parts, blocks + 1, slots, itemsize)
+    assert more - total == sum(part.nbytes(itemsize) for part in parts if part.per_block)
 
 
 def test_the_fingerprint_sees_every_change_of_the_layout() -> None:
