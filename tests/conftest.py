@@ -2,12 +2,14 @@
 
 import os
 
+# OpenMP reads this once, when torch is loaded, so it comes first. With more threads than free cores
+# each small product ends in a wait that spins for the whole time slice of the other thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# the suite runs beside other work on two cores; timing is nobody's assertion
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels run on the GPU where there is one, else in Triton's interpreter. Triton reads this when it
 # is imported, and the engine's modules import it, so it is set before any of them.
 if not torch.cuda.is_available():

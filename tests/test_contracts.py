@@ -42,6 +42,18 @@ def test_an_import_of_torch_would_be_seen() -> None:
     assert result.stdout.strip() == "True"
 
 
+def test_tests_run_on_one_thread_each() -> None:
+    """The suite's processes do not wait for threads: what says so is set before torch is loaded."""
+    code = "import tests.conftest, torch; print(torch.get_num_threads())"
+    free = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=free, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.strip() == "1"
+
+
 def test_rooms_share_one_parent_folder() -> None:
     """The four generic names are ours and not another distribution's."""
     parents = {Path(str(importlib.import_module(r).__file__)).parents[1] for r in ROOMS}
