@@ -10,6 +10,7 @@
 #   PYTHON      interpreter the environment is made from (>= 3.11)
 #   INDEX       your own package index, for everything
 #   TORCH_INDEX your own index for torch alone (a CPU build is far smaller than the default one)
+#   WORKERS     processes that run the suite; one a core, at most 6, each with 700 MB of memory
 #   ARGS        more flags for `bathyal serve`, pytest or measure, names of clients for e2e
 
 PYTHON ?= python3
@@ -19,6 +20,7 @@ PORT ?= 8000
 MODEL ?=
 INDEX ?=
 TORCH_INDEX ?= $(INDEX)
+WORKERS ?= auto
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -67,8 +69,10 @@ types: $(BIN)/.dev
 contracts: $(BIN)/.dev
 	$(BIN)/lint-imports
 
+# A file is one worker's: its tests share what they load. Files go out in the order in which one
+# process would run them, since the longest do not have the most tests.
 suite: $(BIN)/.dev
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 6 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(BIN)/.dev
 	$(BIN)/python -m e2e.run $(ARGS)
