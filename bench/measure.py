@@ -74,10 +74,10 @@ def engine(geometry: str, what: str, out: str, more: str = "") -> str:
 
 
 #: GPU tests by process, together all of them. Compiling takes most of the time, so each has workers
-#: (pytest-xdist) that share its GPU; tests of one file stay together where they share engines.
+#: (pytest-xdist) that share its GPU; each begins with tests that lie together and share engines.
 TEST_PARTS = (
-    "-n 8 tests/engine/kernels",
-    "-n 6 --dist loadscope tests/engine --ignore=tests/engine/kernels",
+    "-n 8 --dist worksteal tests/engine/kernels",
+    "-n 8 --dist worksteal tests/engine --ignore=tests/engine/kernels",
 )
 QWEN = "bench.paged --geometry qwen3-30b-a3b"
 BEYOND = "bench.paged --geometry v4-flash-43l --warm 16"
