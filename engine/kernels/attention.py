@@ -373,7 +373,7 @@ def attend_triton(
             # The place of a key is loaded a tile before the key.
             STAGES=tile.ahead * (1 if tile.heads >= 64 else 2) + 1,
             num_warps=tile.warps,
-            **overlapping(q.device),
+            **overlapping(q.device, tokens),
         )
     if tile.splits > 1:
         combine_kernel[(tokens, heads)](
@@ -388,7 +388,7 @@ def attend_triton(
             SPLITS=tile.splits,
             PADDED=1 << (tile.splits - 1).bit_length(),
             num_warps=4,
-            **overlapping(q.device),
+            **overlapping(q.device, tokens),
         )
     return o
 

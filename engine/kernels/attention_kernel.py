@@ -399,6 +399,8 @@ def attend_kernel(
                 W, UNITS, ENTRY_UNITS, PER_BLOCK, CHOICE, HAS_ENTRIES, ONE_FORM,
             )  # fmt: skip
             tl.store(keys + i, place, mask=i < filled)
+    if READY and LISTED:
+        tl.debug_barrier()  # of the list, which threads read that have not written it
     if not READY:
         queries = ready_queries_device(
             queries, tail, scratch + of_row, rope, position, head, H, eps, D, R, HEAD_NORM

@@ -29,6 +29,9 @@ _PROGRAMS = 396
 _MAX_JOBS = 4
 #: Up to so many rows there is room for the programs of two kernels.
 OVERLAP_ROWS = 32
+#: From more rows on weights are the left operand, if they have at most so many rows of their own:
+#: more of those fill the GPU without shares of K.
+LEFT_ROWS, _LEFT_COLUMNS = 32, 16384
 #: Most shares of K that a kernel adds up.
 _MOST_SHARES = 8
 
@@ -97,22 +100,31 @@ def choose(job: Job, share: float = 1.0) -> Config:
         bk = 128 // job.w.data.element_size()
         bn = 64 if rows <= 32 else 128
     spread = job.w.kind == "fp8" and 4 * job.w.block == bk and k % bk == 0
+    narrow = torch.float32 not in (job.x.dtype, job.w.data.dtype)
+    left = False
     if spread and rows <= 4:
         bt = 4
-    elif rows > 32 and (job.w.kind == "plain" or job.w.block >= 128):
+    elif rows > LEFT_ROWS and (job.w.kind == "plain" or job.w.block >= 128):
         # One tile of rows, so that weights are read and unpacked once; a program is twice as large.
-        bt, bk, programs = 64, min(bk, 64), programs * 2 / 3
+        bt, programs = 64, programs * 2 / 3
+        left = narrow and n <= _LEFT_COLUMNS
+        if left and job.out_group > 64:
+            programs /= 2  # fewer shares: rounding in groups waits for all of them
+        elif left:
+            bn, stages = 64, 3
+        else:
+            bk = min(bk, 64)
     elif rows > 16:
         bt, programs = 32, programs * 2 / 3
-    if torch.float32 in (job.x.dtype, job.w.data.dtype) and not INTERPRETED:
+    if not narrow and not INTERPRETED:
         # Products in float32 are written out one by one: small tiles, for the compiler's sake.
         bt, bn, bk, stages = 16, max(32, job.out_group), 32, 3
     if job.groups > 1:
         bn = min(bn, n // job.groups)
     tiles, steps = triton.cdiv(n, bn) * triton.cdiv(rows, bt), triton.cdiv(k, bk)
     most = 2 * _MOST_SHARES if job.out.dim() == 3 else _MOST_SHARES
-    split = max(1, min(int(programs / tiles), steps // 2, most))
-    return Config(bt, bn, bk, triton.cdiv(steps, triton.cdiv(steps, split)), stages)
+    split = max(1, min(int(programs / tiles + left / 2), steps // 2, most))
+    return Config(bt, bn, bk, triton.cdiv(steps, triton.cdiv(steps, split)), stages, left)
 
 
 _COUNTERS: dict[torch.device, Tensor] = {}

@@ -200,7 +200,7 @@ def index_keys_from_latent_triton(
         rows.tables.shape[1], pool, count,
         RATIO=ratio, PER_BLOCK=rows.block_size // ratio, WIDE=wide, D=norm_w.shape[0],
         PAIRS=rope.shape[2], FORM=form, BM=tile, BK=min(wide, 128), num_warps=4,
-        **overlapping(latent.device),
+        **overlapping(latent.device, count),
     )  # fmt: skip
 
 
@@ -436,7 +436,7 @@ def scores_triton(
             q[part], head_w[part], keys, rows.positions[part], rows.seq[part], rows.tables,
             rows.tables.shape[1], None if mask is None else mask[part], groups, out, best, width,
             idle, **shared, HP=padded, BN=tile, num_warps=warps,
-            **overlapping(q.device),
+            **overlapping(q.device, count),
         )  # fmt: skip
     else:
         bm, bn, warps, stages = LONG_TILE

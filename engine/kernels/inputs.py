@@ -271,7 +271,7 @@ def attention_inputs_triton(
         CHUNK=min(members, 8), LATENT=want_latent, **_shape(a, "A"), **_shape(b, "B"),
         H=index_heads, D_Q=head_dim, FORM_Q="none" if queries is None else queries.form,
         HEADS=HEADS, ALL=heads.heads, SOME=some, NORM=heads.eps is not None,
-        num_warps=8 if members > 8 else 4, **overlapping(k_rows.device),
+        num_warps=8 if members > 8 else 4, **overlapping(k_rows.device, count),
     )  # fmt: skip
     return k_rows, latent if want_latent else None, q, ready
 

@@ -343,12 +343,19 @@ def _coefficients(
             total += power
         for j in tl.static_range(S):
             c = _with(c, powers[j] / total + hc_eps)
-    c = _divided(c, hc_eps, 1, S)
+    # The matrix stays as it is; what its rows and columns are divided by is what changes. Nothing
+    # else lies in the chain of forty steps.
+    one = tl.full(t.shape, 1.0, tl.float32)
+    lines = ()
+    for _ in tl.static_range(S):
+        lines = _with(lines, one)
+    columns = _divisors(c, lines, lines, hc_eps, 1, S)
     for _ in range(ITERATIONS - 1):
-        c = _divided(c, hc_eps, S, S)
-        c = _divided(c, hc_eps, 1, S)
+        lines = _divisors(c, columns, lines, hc_eps, S, S)
+        columns = _divisors(c, lines, columns, hc_eps, 1, S)
     for i in tl.static_range(S * S):
-        tl.store(comb + t * S * S + i, c[i], mask=live)
+        value = c[i] * _inverse(lines[i // S]) * _inverse(columns[i % S])
+        tl.store(comb + t * S * S + i, value, mask=live)
 
 
 @triton.jit
@@ -374,21 +381,36 @@ def _inverse(x):
 
 
 @triton.jit
-def _divided(c, hc_eps, KEPT: tl.constexpr, S: tl.constexpr):
+def _divisors(c, others, before, hc_eps, KEPT: tl.constexpr, S: tl.constexpr):
     """Divide S x S values by sums: over the last axis where the first is kept, else over the first.
 
-    KEPT is the stride of the kept axis: S for the first, 1 for the last.
+    The values are c[i, j] / (lines[i] * columns[j]). To divide those of a line by their sum and
+    hc_eps is to make its divisor the sum of c[i, j] / columns[j] and hc_eps times what it was.
+
+    Args:
+        c: S * S values.
+        others: divisors of the other axis, S.
+        before: of this one.
+        hc_eps: as said.
+        KEPT: the stride of the kept axis: S for the first, 1 for the last.
+        S: streams.
+
+    Returns:
+        the S divisors of the kept axis.
     """
     STEP: tl.constexpr = S + 1 - KEPT
     inverse = ()
-    for a in tl.static_range(S):
-        total = hc_eps + c[a * KEPT]
-        for b in tl.static_range(1, S):
-            total += c[a * KEPT + b * STEP]
-        inverse = _with(inverse, _inverse(total))
+    for b in tl.static_range(S):
+        inverse = _with(inverse, _inverse(others[b]))
     result = ()
-    for i in tl.static_range(S * S):
-        result = _with(result, c[i] * inverse[i // KEPT % S])
+    for a in tl.static_range(S):
+        even = hc_eps * before[a]
+        odd = tl.zeros_like(even)
+        for b in tl.static_range(0, S, 2):
+            even += c[a * KEPT + b * STEP] * inverse[b]
+        for b in tl.static_range(1, S, 2):
+            odd += c[a * KEPT + b * STEP] * inverse[b]
+        result = _with(result, even + odd)
     return result
 
 

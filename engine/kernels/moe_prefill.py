@@ -145,7 +145,10 @@ def _weights(data, scale, rows, step, N: tl.constexpr, K: tl.constexpr, BK: tl.c
     stored: tl.constexpr = BK // per
     column = step * stored + tl.arange(0, stored)  # no division: its alignment must be seen
     if KIND == "fp4" and N % 8 == 0 and K % 128 == 0:
-        within = step * (BK * 4) + code_in_row(tl.arange(0, stored), True)
+        if BK % 128 == 0:  # whole runs
+            within = step * (BK * 4) + code_in_row(tl.arange(0, stored), True)
+        else:
+            within = code_in_row(column, True)
         at = data + codes_of_row(rows, K, True)[:, None] + within[None, :]
     else:
         at = data + rows[:, None] * (K // per) + column[None, :]

@@ -550,7 +550,8 @@ def route_triton(
     counter = counters("route", 1, device)
     _router_kernel[grid](
         x, gate, logits, counter, *choice, count, most, scaling,
-        D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole, num_warps=4, **constants,
+        D=d, BT=tile_rows, BE=tile_experts, BK=step, WHOLE=whole,
+        num_warps=8 if whole and count > 1 else 4, **constants,
     )  # fmt: skip
     if not whole:
         _choose_kernel[(triton.cdiv(count, _APART[not decode]),)](

@@ -383,7 +383,7 @@ def sample_triton(
     sums = torch.empty((rows, vocab), dtype=wide, device=logits.device)  # used by nuclei only
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     usable = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    masked = {"HAS_MASK": mask is not None, **overlapping(logits.device)}
+    masked = {"HAS_MASK": mask is not None, **overlapping(logits.device, rows)}
     _look[(parts, rows)](
         logits, temperature, top_p, seeds, index, mask, high, high_id, drawn, drawn_id, mass, sums,
         vocab, parts, BLOCK=BLOCK, num_warps=4, **masked,

@@ -398,7 +398,7 @@ def _choose(
     count, k = places.shape
     shared = {
         "RATIO": ratio, "PER_BLOCK": rows.block_size // ratio, "K": k,
-        "KP": triton.next_power_of_2(k), **overlapping(places.device),
+        "KP": triton.next_power_of_2(k), **overlapping(places.device, count),
     }  # fmt: skip
     lookup = rows.positions[part], rows.seq[part], rows.tables, rows.tables.shape[1]
     if scores is None:
