@@ -165,6 +165,7 @@ GROUPED = [
     pytest.param(5, 256, 128, 2, 2, 32, 32, "fp4", torch.bfloat16, id="woven"),
     pytest.param(1030, 256, 128, 1, 1, 128, 128, "fp4", torch.bfloat16, id="woven-long-tiles"),
     pytest.param(1030, 32, 32, 2, 1, 32, 32, "fp4", torch.bfloat16, id="long-tiles"),
+    pytest.param(3, 128, 128, 2, 1, 32, 32, "fp4", torch.float32, id="part-of-a-run"),
     pytest.param(5, 160, 128, 3, 2, 128, 128, "fp8", torch.float32, id="fp8-float32"),
     pytest.param(5, 64, 64, 3, 2, None, 32, "plain", torch.float32, id="plain"),
 ]
@@ -174,6 +175,7 @@ GROUPED_REAL = [
     pytest.param(1100, 1024, 512, 6, 2, 128, 128, "fp4", torch.bfloat16, id="long-tiles"),
     pytest.param(64, 512, 256, 4, 2, 128, 128, "fp8", torch.bfloat16, id="fp8-64"),
     pytest.param(130, 96, 48, 4, 2, None, 32, "plain", torch.bfloat16, id="plain-odd"),
+    pytest.param(33, 128, 128, 4, 2, 32, 32, "fp4", torch.float32, id="part-of-a-run"),
     pytest.param(33, 96, 32, 4, 2, 32, 32, "fp4", torch.float32, id="float32-odd"),
 ]
 
