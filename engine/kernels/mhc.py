@@ -183,6 +183,7 @@ def hc_head_torch(
     *,
     eps: float,
     hc_eps: float,
+    closing: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Collapse the streams after the last layer and norm the result.
 
@@ -194,6 +195,7 @@ def hc_head_torch(
         carried: pre of the last site [L, S] (V4.1), None in V4.
         eps: of the norms.
         hc_eps: added to V4's pre.
+        closing: (parts, post, comb) of the last site, as in `hc_out`, where it is still open.
 
     Returns:
         [L, d] in the streams' dtype.
@@ -202,6 +204,8 @@ def hc_head_torch(
         ValueError: neither or both of (fn, base) and carried are given.
     """
     _check_head(fn, base, carried)
+    if closing is not None:
+        streams = hc_out_torch(streams, *closing)
     weights = carried
     if fn is not None and base is not None:
         weights = _mixes(streams, fn, base, eps).sigmoid() + hc_eps
@@ -285,13 +289,16 @@ def hc_head_triton(
     *,
     eps: float,
     hc_eps: float,
+    closing: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`hc_head_torch` in two kernels, one where the weights are carried."""
+    """`hc_head_torch` in two kernels; one where weights are carried and no site is closed."""
     _check_head(fn, base, carried)
     if carried is None:
-        _, sums = mixed(streams, None, fn)
+        streams, sums = mixed(streams, closing, fn)
     else:
         sums = carried[:, None]
+        if closing is not None:
+            streams = hc_out_triton(streams, *closing)
     return opened(
         streams, sums, base, norm, carried, eps=eps, hc_eps=hc_eps, iterations=0, act_group=None
     )[0]

@@ -462,16 +462,16 @@ class FastModel:
                 return flow.streams.new_empty((0, c.vocab_size), dtype=torch.float32)
             flow = flow.select(wanted)
         site, pre = flow.site, flow.site.pre
-        streams = self.ops.hc_out(flow.streams, flow.parts, site.post, site.comb)
         head = w.hc_head
         x = self.ops.hc_head(
-            streams,
+            flow.streams,
             None if head is None else head.fn,
             None if head is None else head.base,
             w.norm,
             pre if head is None else None,
             eps=c.rms_norm_eps,
             hc_eps=c.hc_eps,
+            closing=(flow.parts, site.post, site.comb),
         )
         return self.ops.linear(x, w.head, out_dtype=torch.float32)
 
