@@ -270,10 +270,6 @@ def _packed_size(config: ModelConfig, name: str, spec: TensorSpec, itemsize: int
         return size + size // TABLE_GROUP if config.is_quantised else 2 * size
     if spec.role == "ids":
         return 4 * size
-    if name.endswith("indexer.weights_proj.weight"):
-        # Scaled at load; in bfloat16 only where the scale is a power of two.
-        exact = math.log2(config.index_head_dim * config.index_n_heads) % 2 == 0
-        return size * (itemsize if exact else 4)
     is_matrix = len(spec.shape) == 2 and name.endswith(".weight")
     if block is None or spec.role not in ("linear", "expert"):
         return size * (itemsize if is_matrix else 4)
