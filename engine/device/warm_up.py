@@ -14,7 +14,7 @@ from engine.device.rows import LEAST_END
 from engine.plan.step import Chunk
 
 #: Rows of prompts, one for each class.
-LENGTHS = (1, 2, 4, 7, 15, 16, 17, 24, 40, 64, 65, 100, 128, 160, 256, 300, 1024, 1100, 2048)
+LENGTHS = (1, 2, 4, 5, 7, 9, 15, 16, 17, 24, 40, 64, 65, 100, 128, 160, 256, 300, 1024, 1100, 2048)
 #: The same where tails' windows are cut.
 TAIL_LENGTHS = (2, 8, 16, 32, 128)
 #: Rows of prompts whose ends are of each class: scored one by one, and in tiles.
@@ -28,10 +28,20 @@ GROUP_ROWS = (2, 70)
 def warm_passes(
     longest: int, most: int, block_size: int, most_seqs: int, *, has_tail: bool, has_ends: bool
 ) -> Iterator[tuple[Chunk, ...]]:
-    """Give all passes: of one prompt as `warm_chunks` does, of several as `warm_groups`."""
+    """Give all passes: of one prompt as `warm_chunks` does, of several as `warm_groups`.
+
+    Where there is a tail, one more: late layers have many rows although some are left out.
+    """
     for chunk in warm_chunks(longest, most, block_size, has_tail=has_tail, has_ends=has_ends):
         yield (chunk,)
     yield from warm_groups(most_seqs, most, block_size)
+    half = longest // 2
+    if has_tail and half:
+        whole, cut = (
+            _chunk(half, most - half, block_size),
+            _chunk(half, most - half, block_size, "bounded"),
+        )
+        yield whole, cut
 
 
 def warm_chunks(

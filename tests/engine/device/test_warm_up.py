@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from engine.device.rows import LEAST_END, end_class
-from engine.device.warm_up import LENGTHS, TAIL_LENGTHS, warm_chunks
+from engine.device.warm_up import LENGTHS, TAIL_LENGTHS, warm_chunks, warm_passes
 
 
 @given(
@@ -40,6 +40,17 @@ def test_every_class_is_there() -> None:
     assert {end_class(n) for n in range(1, 66_000)} == {end_class(chunk.end) for chunk in chunks}
     for end in (LEAST_END << n for n in range(9)):
         assert {8, 17} <= {len(chunk.token_ids) for chunk in chunks if end_class(chunk.end) == end}
+
+
+def test_many_rows_are_left_where_some_are_left_out() -> None:
+    """One pass has a prompt that every layer processes beside one that late layers cut."""
+    passes = list(warm_passes(8192, 66_000, 256, 16, has_tail=True, has_ends=True))
+    mixed = [chunks for chunks in passes if len({chunk.prefill for chunk in chunks}) > 1]
+
+    assert [sum(len(chunk.token_ids) for chunk in chunks) for chunks in mixed] == [8192]
+    assert {len(chunks) for chunks in passes} >= {1, 2, 9, 16}
+    for chunks in warm_passes(1, 2, 256, 1, has_tail=True, has_ends=True):
+        assert all(chunk.token_ids for chunk in chunks)
 
 
 @given(st.integers(1, 1 << 20))
