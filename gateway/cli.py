@@ -16,6 +16,7 @@ import orjson
 
 import gateway
 from engine.api import EngineError
+from engine.cpu_wait import wait_briefly
 from gateway.app import served_model
 from gateway.backends.embedded import EmbeddedBackend
 from gateway.backends.scripted import encoders
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    wait_briefly(os.environ)  # before any command loads torch
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["engine"]:
         from engine.cli import main as engine_main
