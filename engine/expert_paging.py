@@ -208,13 +208,6 @@ def problems(
             "on beside experts in files",
             "off: what a step reads from files is decided on the host",
         )
-    if options.graphs and options.expert_prefetch and found.slots:
-        yield Problem(
-            "graphs",
-            "on beside expert_prefetch",
-            "off: what comes ahead runs beside a step, and CUDA does not take that beside kernels that"
-            " overlap for one step",
-        )
     if options.graphs and found.slots and found.uses_disk:
         yield Problem(
             "graphs",

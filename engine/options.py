@@ -257,7 +257,7 @@ class EngineConfig:
     expert_prefetch: bool = _option(
         False,
         "whether experts that the next layer's router would choose for this layer's input are brought"
-        " in ahead of it, beside what it computes. Changes no result; decode steps are not captured then",
+        " in ahead of it, beside what it computes. Changes no result; pays where nearly all guesses are right",
     )
     record_routing: Path | None = _option(  # noqa: RUF009 - a declaration, as all
         None,

@@ -99,8 +99,6 @@ def facts_of(
         eager = "routing is recorded"
     elif found.slots and found.uses_disk:
         eager = "experts are read from files"
-    elif options.expert_prefetch:
-        eager = "experts are brought in ahead"
     tails = eager or ("experts are paged" if found.slots else None)
     if not isinstance(config, ModelConfig) or tail_of(config) is None:
         tails = "no layers can leave rows out"

@@ -17,7 +17,9 @@ from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
-_TILE = 64
+#: Positions of a tile, warps and stages: of few pairs of row and key head, for which one tile is
+#: often all there is, and of more.
+_FEW_PAIRS, _FEW, _MANY = 64, (256, 8, 1), (64, 4, 2)
 #: Most shares of a sequence's positions.
 _MOST_SPLITS = 16
 #: Programs that are worth having: two on each of an H200's processors.
@@ -191,7 +193,9 @@ def decode_gqa_triton(
     """Run decode_gqa_torch as one kernel."""
     key_heads, dim = keys.shape[2:]
     batch, group, device = len(qkv), heads // key_heads, qkv.device
-    splits = _splits(batch * key_heads, rows)
+    few = batch * key_heads <= _FEW_PAIRS and qkv.element_size() == 2
+    tile, warps, stages = _FEW if few else _MANY
+    splits = _splits(batch * key_heads, rows, tile)
     count = batch * heads * splits if splits > 1 else 1
     part_o = torch.empty((count, dim), dtype=torch.float32, device=device)
     part_m, part_s = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
@@ -200,13 +204,13 @@ def decode_gqa_triton(
         qkv, q_norm, k_norm, eps, rope, rows.positions, rows.seq, rows.tables, keys, values, out,
         part_o, part_m, part_s, counters("decode_gqa", _MOST_PAIRS, device), qkv.stride(0), rows.tables.shape[1],
         dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
-        PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=_TILE,
-        SPLITS=_MOST_SPLITS, num_warps=4, num_stages=2, **overlapping(device, batch),
+        PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=tile,
+        SPLITS=_MOST_SPLITS, num_warps=warps, num_stages=stages, **overlapping(device, batch),
     )  # fmt: skip
     return out
 
 
-def _splits(pairs: int, rows: Rows) -> int:
+def _splits(pairs: int, rows: Rows, tile: int) -> int:
     """Shares of the positions, so that a small batch still fills the GPU; decided by shapes."""
-    tiles = -(-rows.max_end // _TILE)
+    tiles = -(-rows.max_end // tile)
     return max(1, min(tiles, _PROGRAMS // pairs, _MOST_SPLITS))

@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.kernels.formats import Matrix
 from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
 from engine.kernels.router import DECODE_TILE, Routing
-from engine.kernels.row import experts_row, takes_row
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Weight rows of a program.
@@ -181,8 +180,6 @@ def plain_experts(
 
     act_group is None: plain weights take x as it is.
     """
-    if shared13 is None and takes_row(x, w13, w2):
-        return experts_row(x, routing, w13, w2, limit=limit)
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
     hidden = torch.empty(rows * (choices + 1), inner, dtype=x.dtype, device=x.device)

@@ -1,17 +1,23 @@
 """Products of one row with plain weights (twins: linear_torch, moe_torch).
 
-A single row meets each weight once, so there is nothing to share and no use for tensor cores. Dense
-weights do not depend on the kernel before: a program asks for all of its few rows of them before that
-kernel has ended, and keeps them in registers. Which experts come next does depend on it; their programs
-are small enough for all of them to run at once.
+A single row meets each weight once, so there is nothing to share and no use for tensor cores. Weights
+that do not depend on the kernel before are asked for before it has ended, and kept in registers: dense
+ones, and those of the experts' second product. The first product's experts are known when the router
+has ended; its programs are many and small.
+
+Of paged experts the products read what no slot holds yet from the host, and leave it in its slot: what
+comes over the bus is computed with as it comes, and experts that were there do not wait for it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.gemv_kernel import _with
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import Routing
 from engine.kernels.triton_compat import cast, tl, triton
@@ -19,11 +25,11 @@ from engine.kernels.triton_compat import cast, tl, triton
 #: Weights that one thread holds, at most (bfloat16: 64 registers).
 _HELD = 128
 _WARPS = 4
-#: Columns that a program of the summed product takes at a time.
-_CHUNK = 256
-#: Registers of its threads: few enough for all 2048 programs of Qwen3-30B's to run at once. A few
-#: programs that begin when others have ended cost as much time as all of these.
-_SUM_REGISTERS = 32
+#: Hidden values of a program of the experts' first product, and its warps.
+_HIDDEN, _HIDDEN_WARPS = 4, 4
+#: Columns of every expert that a program of the second product takes at a time, its warps, and
+#: registers of its threads: few enough for half of Qwen3-30B's 2048 programs to wait with their weights.
+_CHUNK, _SUM_WARPS, _SUM_REGISTERS = 256, 8, 32
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
@@ -46,86 +52,83 @@ def _linear_kernel(
 
 
 @triton.jit
-def _clear(parts, experts, CHOICES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros where no program of the second product will write: the last part, and padding's."""
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    if program <= CHOICES:
-        empty = program == CHOICES
-        if program < CHOICES:
-            empty = tl.load(experts + program) < 0
-        if empty:
-            tl.store(parts + program * D + column, tl.zeros((BLOCK,), tl.float32), mask=column < D)
-
-
-@triton.jit
 def _first_kernel(
-    x, data, data_apart, hidden, parts, experts, tiles, order, weights, limit, CHOICES: tl.constexpr,
+    x, data, data_apart, store, store_apart, origins, hidden, tiles, order, weights, limit,
     INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
-    CLEARS: tl.constexpr, OVERLAP: tl.constexpr,
+    MISSES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (BN hidden values, tile of one pair)."""
     block, tile = tl.program_id(0), tl.program_id(1)
-    n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
+    k, line = tl.arange(0, WIDTH)[None, :], tl.arange(0, 2 * BN)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    if CLEARS:
-        _clear(parts, experts, CHOICES, D, WIDTH)
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
-    at = data + expert.to(tl.int64) * data_apart
-    inside = (n < INNER)[:, None] & (k < D)[None, :]
-    gate = tl.load(at + n[:, None] * D + k[None, :], mask=inside, other=0.0)
-    up = tl.load(at + (n + INNER)[:, None] * D + k[None, :], mask=inside, other=0.0)
-    value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
+    place = data + expert.to(tl.int64) * data_apart
+    source = place
+    missing = False
+    if MISSES:
+        origin = tl.load(origins + tile)
+        missing = origin >= 0
+        if missing:
+            source = store + origin.to(tl.int64) * store_apart
+    row = (block * BN + line // 2)[:, None]  # gate and up rows alternate
+    at = (row + line[:, None] % 2 * INNER) * D + k
+    inside = (row < INNER) & (k < D)
+    held = tl.load(source + at, mask=inside, other=0.0)
     weight = tl.load(weights + tl.load(order + tile))
-    g = tl.minimum(tl.sum(gate.to(tl.float32) * value, 1), limit)
-    u = tl.minimum(tl.maximum(tl.sum(up.to(tl.float32) * value, 1), -limit), limit)
+    # All weights are asked for before any is used: what uses them needs x, which is loaded behind a
+    # barrier. Left to itself the compiler would have two or three loads under way.
+    tl.debug_barrier()
+    value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)
+    g, u = tl.split(tl.reshape(tl.sum(held.to(tl.float32) * value, 1), (BN, 2)))
+    g = tl.minimum(g, limit)
+    u = tl.minimum(tl.maximum(u, -limit), limit)
     made = g / (1.0 + tl.exp(-g)) * u * weight
+    n = block * BN + tl.arange(0, BN)
     tl.store(hidden + tile * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
-
-
-@triton.jit
-def _second_kernel(
-    hidden, data, data_apart, parts, tiles, order, INNER: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Program (BN output values, tile of one pair)."""
-    block, tile = tl.program_id(0), tl.program_id(1)
-    n, k = block * BN + tl.arange(0, BN), tl.arange(0, WIDTH)
-    begin_next(OVERLAP)
-    await_previous(OVERLAP)
-    expert = tl.load(tiles + tile * 3)
-    if expert < 0:
-        return
-    at = data + expert.to(tl.int64) * data_apart + n[:, None] * INNER + k[None, :]
-    held = tl.load(at, mask=(n < D)[:, None] & (k < INNER)[None, :], other=0.0)
-    value = tl.load(hidden + tile * INNER + k, mask=k < INNER, other=0.0).to(tl.float32)
-    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
-    tl.store(parts + tl.load(order + tile) * D + n, total, mask=n < D)
+    if missing:
+        tl.store(place + at, held, mask=inside)
 
 
 @triton.jit
 def _sum_kernel(
-    hidden, data, data_apart, out, tiles, CHOICES: tl.constexpr, TILES: tl.constexpr,
-    INNER: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    hidden, data, data_apart, store, store_apart, origins, out, tiles, CHOICES: tl.constexpr,
+    TILES: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    MISSES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of one output value of all tiles, WIDTH columns at a time."""
-    tile = tl.arange(0, TILES)[:, None]
+    """Program of one output value of all tiles.
+
+    Tiles were there before the first product began, so weights are asked for before it has ended.
+    """
     n = tl.program_id(0)
+    tile, k = tl.arange(0, TILES)[:, None], tl.arange(0, WIDTH)[None, :]
+    expert = tl.load(tiles + tile * 3, mask=tile < CHOICES, other=-1)
+    width = tl.where(expert >= 0, INNER, 0)
+    place = data + tl.maximum(expert, 0).to(tl.int64) * data_apart + n * INNER
+    source = place
+    if MISSES:
+        origin = tl.load(origins + tile, mask=tile < CHOICES, other=-1)
+        there = store + tl.maximum(origin, 0).to(tl.int64) * store_apart + n * INNER
+        source = tl.where(origin >= 0, there, place)
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        column = chunk * WIDTH + k
+        held = _with(held, tl.load(source + column, mask=column < width, other=0.0))
     begin_next(OVERLAP)
     await_previous(OVERLAP)
-    expert = tl.load(tiles + tile * 3, mask=tile < CHOICES, other=-1)
-    real = tl.where(expert >= 0, INNER, 0)
-    at = data + tl.maximum(expert, 0).to(tl.int64) * data_apart + n * INNER
     sums = tl.zeros((TILES, WIDTH), tl.float32)
-    for first in tl.static_range(0, INNER, WIDTH):
-        k = first + tl.arange(0, WIDTH)[None, :]
-        held = tl.load(at + k, mask=k < real, other=0.0).to(tl.float32)
-        value = tl.load(hidden + tile * INNER + k, mask=k < real, other=0.0).to(tl.float32)
-        sums += held * value
+    for chunk in tl.static_range(CHUNKS):
+        column = chunk * WIDTH + k
+        value = tl.load(hidden + tile * INNER + column, mask=column < width, other=0.0)
+        sums += held[chunk].to(tl.float32) * value.to(tl.float32)
     tl.store(out + n, tl.sum(tl.sum(sums, 1), 0))
+    if MISSES:
+        left = tl.where(origin >= 0, INNER, 0)
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * WIDTH + k
+            tl.store(place + column, held[chunk], mask=column < left)
 
 
 @triton.jit
@@ -226,10 +229,31 @@ def norm_linear_row(
     return new, out
 
 
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Experts that tiles name a slot for which does not hold them yet.
+
+    Args:
+        w13: of the host's store, [E, 2 * I, d].
+        w2: of the same, [E, d, I].
+        origins: int32 [tiles], the expert of each tile that is to be read there, -1 for none.
+    """
+
+    w13: Matrix
+    w2: Matrix
+    origins: Tensor
+
+
 def experts_row(
-    x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float, summed: bool = False
+    x: Tensor,
+    routing: Routing,
+    w13: Matrix,
+    w2: Matrix,
+    *,
+    limit: float,
+    missing: Missing | None = None,
 ) -> Tensor:
-    """Run moe_torch for one row without a shared expert; arguments as there.
+    """Run moe_torch for one row without a shared expert, and add the parts up.
 
     Args:
         x: [1, d].
@@ -237,35 +261,28 @@ def experts_row(
         w13: [N, 2 * I, d].
         w2: [N, d, I].
         limit: swiglu_limit.
-        summed: whether the parts are added up, by expert.
+        missing: what is to be read from the host, and written where w13 and w2 say.
 
     Returns:
-        float32 [1, k + 1, d] as moe_torch, or [1, 1, d].
+        float32 [1, 1, d].
     """
-    choices, (d, inner) = routing.experts.shape[1], w2.shape[-2:]
-    tiles, device = len(routing.tiles), x.device
-    hidden = torch.empty((choices, inner), dtype=x.dtype, device=device)
-    shape = (1, 1, d) if summed else (1, choices + 1, d)
-    parts = torch.empty(shape, dtype=torch.float32, device=device)
-    columns, rows = _tiling(d)
-    how = {"num_warps": _WARPS, **overlapping(device)}
-    _first_kernel[(max(triton.cdiv(inner, rows), triton.cdiv(choices + 1, tiles)), tiles)](
-        x, w13.data, w13.data.stride(0), hidden, parts, routing.experts, routing.tiles,
-        routing.order, routing.weights, limit, CHOICES=choices, INNER=inner, D=d, WIDTH=columns,
-        BN=rows, CLEARS=not summed, **how,
+    tiles, (d, inner), device = len(routing.tiles), w2.shape[-2:], x.device
+    hidden = torch.empty((tiles, inner), dtype=x.dtype, device=device)
+    out = torch.empty((1, 1, d), dtype=torch.float32, device=device)
+    misses = missing is not None
+    first, second = (missing.w13, missing.w2) if missing is not None else (w13, w2)
+    origins = missing.origins if missing is not None else routing.order
+    how = {"MISSES": misses, **overlapping(device)}
+    _first_kernel[(triton.cdiv(inner, _HIDDEN), tiles)](
+        x, w13.data, w13.data.stride(0), first.data, first.data.stride(0), origins, hidden,
+        routing.tiles, routing.order, routing.weights, limit, INNER=inner, D=d,
+        WIDTH=triton.next_power_of_2(d), BN=_HIDDEN, num_warps=_HIDDEN_WARPS, **how,
     )  # fmt: skip
-    data, apart = w2.data, w2.data.stride(0)
-    if summed:
-        _sum_kernel[(d,)](
-            hidden, data, apart, parts, routing.tiles, CHOICES=tiles,
-            TILES=triton.next_power_of_2(tiles), INNER=inner,
-            WIDTH=min(_CHUNK, triton.next_power_of_2(inner)),
-            maxnreg=_SUM_REGISTERS if x.dtype == torch.bfloat16 else None, **how,
-        )  # fmt: skip
-        return parts
-    columns, rows = _tiling(inner)
-    _second_kernel[(triton.cdiv(d, rows), tiles)](
-        hidden, data, apart, parts, routing.tiles, routing.order, INNER=inner, D=d, WIDTH=columns,
-        BN=rows, **how,
+    width = min(_CHUNK, triton.next_power_of_2(inner))
+    _sum_kernel[(d,)](
+        hidden, w2.data, w2.data.stride(0), second.data, second.data.stride(0), origins, out,
+        routing.tiles, CHOICES=tiles, TILES=triton.next_power_of_2(tiles), INNER=inner,
+        WIDTH=width, CHUNKS=triton.cdiv(inner, width), num_warps=_SUM_WARPS,
+        maxnreg=_SUM_REGISTERS if x.dtype == torch.bfloat16 else None, **how,
     )  # fmt: skip
-    return parts
+    return out

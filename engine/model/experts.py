@@ -33,7 +33,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
-from engine.kernels.row import experts_row, takes_row
+from engine.kernels.row import Missing, experts_row, takes_row
 from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
@@ -42,6 +42,11 @@ from engine.plan.residency import ABSENT, Residency
 
 #: Called between the bringing in of a layer's experts and their products.
 Meanwhile = Callable[[], None]
+
+
+def _is_row(ops: Ops, x: Tensor, w13: Matrix, w2: Matrix, shared: object, group: object) -> bool:
+    """Whether a pass is a single row that kernels of its own take."""
+    return ops.name == "triton" and shared is None and group is None and takes_row(x, w13, w2)
 
 
 def _at_once(
@@ -55,10 +60,9 @@ def _at_once(
     limit: float,
     act_group: int | None,
 ) -> Tensor:
-    """Compute a pass that is one wave; a single row's parts may come added up."""
-    alone = shared[0] is None and act_group is None
-    if ops.name == "triton" and alone and takes_row(x, w13, w2):
-        return experts_row(x, routing, w13, w2, limit=limit, summed=True)
+    """Compute a pass that is one wave; a single row's parts come added up."""
+    if _is_row(ops, x, w13, w2, shared[0], act_group):
+        return experts_row(x, routing, w13, w2, limit=limit)
     return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
 
 
@@ -142,6 +146,7 @@ class PagedExperts:
         self.slots = self.store[:num_slots].to(device, copy=True)
         self.state = SlotState.make(count, num_slots, device)
         self.w13, self.w2 = layout.stacks(self.slots)
+        self._stored = layout.stacks(self.store)
         self._stream: ExpertStream | None = None
         self._number = 0
         self._next: PagedExperts | None = None
@@ -208,9 +213,18 @@ class PagedExperts:
         """
         how = {"limit": limit, "act_group": act_group}
         if self.is_one_wave(routing):
-            named = replace(routing, tiles=self._bring_in(ops, routing))
+            tiles, origins = self._decide(ops, routing)
+            named = replace(routing, tiles=tiles)
+            # A row's products read what is missing from the host and leave it in the slots.
+            through = _is_row(ops, x, self.w13, self.w2, shared13, act_group)
+            if not through:
+                self._bring_in(ops)
             if meanwhile is not None:
                 meanwhile()
+            if through:
+                first, second = self._stored
+                missing = Missing(first, second, origins)
+                return experts_row(x, named, self.w13, self.w2, limit=limit, missing=missing)
             w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
             shared = shared13, shared2
             return _at_once(ops, x, named, w13, w2, shared, limit=limit, act_group=act_group)
@@ -227,16 +241,17 @@ class PagedExperts:
         assert total is not None
         return total
 
-    def _bring_in(self, ops: Ops, routing: Routing) -> Tensor:
-        """Decide and copy on the device, behind what comes ahead; gives tiles that name slots."""
+    def _decide(self, ops: Ops, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Decide on the device, behind what comes ahead; gives tiles that name slots, and origins."""
         joins = self._await_ahead()
         if ops.name == "triton":
-            tiles = decide_triton(routing.experts, routing.tiles, self.state, joins=joins)
-            bring_in_triton(self.store, self.slots, self.state)
-        else:
-            tiles = decide_torch(routing.experts, routing.tiles, self.state)
-            bring_in_torch(self.store, self.slots, self.state)
-        return tiles
+            return decide_triton(routing.experts, routing.tiles, self.state, joins=joins)
+        return decide_torch(routing.experts, routing.tiles, self.state)
+
+    def _bring_in(self, ops: Ops) -> None:
+        """Copy what was decided."""
+        copy = bring_in_triton if ops.name == "triton" else bring_in_torch
+        copy(self.store, self.slots, self.state)
 
     def takes_ahead(self, pairs: int) -> bool:
         """Whether experts are brought in ahead of a pass of so many pairs; shapes decide."""

@@ -161,18 +161,15 @@ def found_eager() -> Facts:
     return dataclasses.replace(GPU, eager="routing is recorded")
 
 
-def test_experts_that_come_ahead_leave_decode_steps_uncaptured() -> None:
-    """On a GPU, with the reason; without prefetch they are captured."""
+def test_decode_steps_over_paged_experts_are_captured_with_prefetch_and_without() -> None:
+    """On a GPU; copies ahead are part of the graph."""
     config = read_config(TINY_CHECKPOINT)
-    for prefetch, value in (
-        (True, "off (experts are brought in ahead)"),
-        (False, "on (device is cuda)"),
-    ):
+    for prefetch in (True, False):
         options = EngineConfig(expert_slots=4, expert_prefetch=prefetch)
         facts = facts_of(
             config, options, gpu="NVIDIA H200", gpu_nbytes=None, cores=16, weight_bytes=10**9
         )
-        assert f"graphs = {value}" in resolve(options, facts).lines()
+        assert "graphs = on (device is cuda)" in resolve(options, facts).lines()
 
 
 #: V4.1 with a long context, of which a GPU does not hold what all requests might ask for.

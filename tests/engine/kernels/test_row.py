@@ -15,7 +15,7 @@ from engine.kernels.linear import linear_torch
 from engine.kernels.moe import moe_torch
 from engine.kernels.norm_route import norm_route_torch, norm_route_triton
 from engine.kernels.router import Routing, group_torch
-from engine.kernels.row import experts_row, linear_row, norm_linear_row, takes_row
+from engine.kernels.row import Missing, experts_row, linear_row, norm_linear_row, takes_row
 from engine.kernels.rows import Rows
 from engine.plan.step import Chunk
 
@@ -97,16 +97,58 @@ def test_experts_of_a_row_equal_their_twin(
     experts = torch.tensor(chosen, dtype=torch.int32, device=DEVICE)
     shares = rand(len(chosen), K).abs() * (experts >= 0)
     routing = Routing(experts, shares, *group_torch(experts, E))
-    wanted = moe_torch(x, routing, w13, w2, None, None, limit=1.0, act_group=None)
+    parts = moe_torch(x, routing, w13, w2, None, None, limit=1.0, act_group=None)
+    wanted = parts.sum(1, keepdim=True)
     found = experts_row(x, routing, w13, w2, limit=1.0)
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    added = experts_row(x, routing, w13, w2, limit=1.0, summed=True)
-    total = wanted.sum(1, keepdim=True)
-    torch.testing.assert_close(added, total, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    if chosen[0][0] >= 0:
+    if min(chosen[0]) >= 0:
         fault = dataclasses.replace(routing, order=routing.order.roll(1))
         wrong = experts_row(x, fault, w13, w2, limit=1.0)
         assert (wrong - wanted).abs().max() > 1e-3  # pairs in another's place are seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("absent", [[], [0], [2, 1], [0, 1, 2]], ids=str)
+def test_missing_experts_are_read_from_the_host_and_left_in_their_slots(
+    dtype: torch.dtype, absent: list[int]
+) -> None:
+    """The bits are those of slots that were full before, and slots hold the store's bytes afterwards."""
+    torch.manual_seed(2)
+    d, inner, experts, slots = 96, 40, [3, 5, 8], [2, 0, 1]
+    x, size = rand(1, d, dtype=dtype), 3 * inner * d
+    store = torch.randn(E, size).to(dtype) * d**-0.5
+    store = store.pin_memory() if DEVICE == "cuda" else store
+    table = torch.full((4, size), float("nan"), dtype=dtype, device=DEVICE)
+
+    def stacks(of: Tensor) -> tuple[Matrix, Matrix]:
+        first, second = of[:, : 2 * inner * d], of[:, 2 * inner * d :]
+        return (
+            Matrix("plain", first.unflatten(1, (2 * inner, d))),  # type: ignore[no-untyped-call]
+            Matrix("plain", second.unflatten(1, (d, inner))),  # type: ignore[no-untyped-call]
+        )
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    for place, (expert, slot) in enumerate(zip(experts, slots, strict=True)):
+        if place not in absent:
+            table[slot] = store[expert].to(DEVICE)
+    tiles = torch.stack([numbers(slots), numbers([0, 1, 2]), numbers([1, 1, 1])], 1).contiguous()
+    routing = Routing(
+        numbers(experts)[None], rand(1, K).abs(), numbers([0, 1, 2]), tiles, numbers([3])
+    )
+    full = table.clone()
+    full[slots] = store[experts].to(DEVICE)
+    wanted = experts_row(x, routing, *stacks(full), limit=1.0)
+    origins = numbers([e if place in absent else -1 for place, e in enumerate(experts)])
+    missing = Missing(*stacks(store), origins)
+    found = experts_row(x, routing, *stacks(table), limit=1.0, missing=missing)
+    assert torch.equal(found, wanted)
+    assert torch.equal(table.nan_to_num(), full.nan_to_num())
+    if absent:  # an expert that nobody brings is seen
+        table[slots[absent[0]]] = float("nan")
+        nobody = dataclasses.replace(missing, origins=numbers([-1] * 3))
+        assert experts_row(x, routing, *stacks(table), limit=1.0, missing=nobody).isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,6 +232,5 @@ def test_real_widths() -> None:
     weights = torch.rand(1, 8, device=DEVICE)
     routing = Routing(experts, weights, *group_torch(experts, 12))
     parts = moe_torch(x, routing, w13, w2, None, None, limit=float("inf"), act_group=None)
-    assert far(experts_row(x, routing, w13, w2, limit=float("inf")), parts) < 5e-3
-    added = experts_row(x, routing, w13, w2, limit=float("inf"), summed=True)
+    added = experts_row(x, routing, w13, w2, limit=float("inf"))
     assert far(added, parts.sum(1, keepdim=True)) < 5e-3

@@ -130,8 +130,10 @@ def test_device_chooses_as_the_host(
         padded = torch.tensor([[*wave, -1]], dtype=torch.int32, device=DEVICE)
         tiles = torch.stack([padded[0], padded[0] * 3, padded[0] * 0 + 1], 1)
         moves = residency.bring_in(wave)
-        named = getattr(paging, f"decide_{kind}")(padded, tiles, state)
+        named, origins = getattr(paging, f"decide_{kind}")(padded, tiles, state)
         agree(moves)
+        absent = {move.expert for move in moves}
+        assert origins.tolist() == [e if e in absent else -1 for e in [*wave, -1]]
         slots_of = [residency.expert_slot[e] for e in wave]
         assert named[:, 0].tolist() == [*slots_of, -1]
         assert torch.equal(named[:, 1:], tiles[:, 1:])
@@ -149,7 +151,7 @@ def test_slots_hold_the_stores_bytes(kind: str) -> None:
     for _ in range(6):
         wave = torch.randperm(experts, generator=generator)[:slots].int().to(DEVICE)
         tiles = torch.stack([wave, wave, wave], 1)
-        named = getattr(paging, f"decide_{kind}")(wave, tiles, state)
+        named, _ = getattr(paging, f"decide_{kind}")(wave, tiles, state)
         getattr(paging, f"bring_in_{kind}")(store, table, state)
         held = state.slot_expert.long().cpu()
         assert torch.equal(table.cpu(), store[held])
