@@ -201,6 +201,12 @@ JOBS = (
         100,
     ),
     Job(
+        "prefetch",
+        f"{QWEN} --slots 40 --hit 0.9 --prefetch 0.8,0.95,1.0 --steps 48"
+        " --out gpu-paged-prefetch-qwen",
+        70,
+    ),
+    Job(
         "replay-v41-12l",
         "bench.replay --geometry v41-12l --what tails,ttft,chunks --prompt 1024,8192,32768"
         " --tokens 70000 --out gpu-replay-v41-12l",

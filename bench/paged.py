@@ -109,6 +109,19 @@ def _decode(
             flush=True,
         )
         yield {**base, **row}
+        for accuracy in (float(a) for a in args.prefetch.split(",") if a):
+            if hit == 1.0:
+                continue
+            timed = bench.time_steps(batch, trace, args.warm, args.steps, accuracy)
+            guessed = {**_row(bench, timed, batch, resident_ms), "trace": row["trace"]}
+            guessed["prefetch_accuracy"] = accuracy
+            over = round(guessed["tok_s"] / row["tok_s"], 3)
+            print(
+                f"{name} {row['trace']} prefetch {accuracy}: {guessed['tok_s']} tok/s, {over} of "
+                f"without, h {guessed['hit_rate']}",
+                flush=True,
+            )
+            yield {**base, **guessed, "over_without": over}
         if args.baselines and hit == hits[-1]:
             for other in baselines(bench, resident_ms, hits):
                 print(f"{name} {other}", flush=True)
@@ -196,6 +209,9 @@ def main() -> None:
     parser.add_argument("--zipf", action="store_true", help="also independent choices by 1 / rank")
     parser.add_argument(
         "--baselines", action="store_true", help="also other ways to serve what is off the GPU"
+    )
+    parser.add_argument(
+        "--prefetch", default="", help="also with prefetch, shares of right guesses: 0.5,0.8"
     )
     parser.add_argument("--prompt", default="")
     parser.add_argument("--repeats", type=int, default=3)

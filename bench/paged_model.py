@@ -31,6 +31,7 @@ from engine.kernels.router import Routing, most_tiles, tile_pairs
 from engine.kernels.rows import Rows
 from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel, random_fast_model
+from engine.model.prefetch import Guess, Prefetch
 from engine.model.qwen3 import Qwen3Model, random_qwen3
 from engine.plan.residency import Residency
 from engine.plan.step import Chunk
@@ -94,6 +95,13 @@ def uniform_trace(steps: int, experts: int, per_row: int, seed: int) -> list[lis
     return found
 
 
+def guesses_of(trace: Choices, num_experts: int, accuracy: float) -> Choices:
+    """A trace each of whose choices stays with a probability and is another expert else."""
+    rng = np.random.default_rng(0)
+    other = rng.integers(0, num_experts, trace.shape, dtype=np.int32)
+    return np.where(rng.random(trace.shape) < accuracy, trace, other)
+
+
 def packed(trace: Choices, num_experts: int) -> Tensor:
     """Routings of a trace as rows of numbers, so that a step fetches all of its own at once.
 
@@ -139,6 +147,7 @@ class Injected:
         model: whose operations are replaced.
         trace: int32 [steps, layers, rows, k].
         num_experts: E.
+        guessed: as trace, what the layer before guesses of it; None for no prefetch.
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class Injected:
         model: FastModel | Qwen3Model,
         trace: Choices,
         num_experts: int,
+        guessed: Choices | None = None,
     ) -> None:
         device = model.gates[0].device
         self._packed = packed(trace, num_experts).to(device)
@@ -156,12 +166,20 @@ class Injected:
         self._now = self._packed[0]
         self._plain = model.ops
         self._model = model
+        self._guessed = self._now_guessed = torch.empty(0)
+        if guessed is not None:
+            self._guessed = torch.from_numpy(guessed).to(device)
+            self._now_guessed = self._guessed[0]
+            guesses = [(e, self._guess(layer)) for layer, e in enumerate(model.experts)]
+            model.prefetch = Prefetch(guesses, k)
         model.ops = dataclasses.replace(model.ops, route=self._route, norm_route=self._norm_route)
 
     def _given(self, routing: Routing) -> Routing:
         """The trace's choice for the layer that routes now, with the router's weights."""
         if self._layer == 0:
             self._now = self._packed.index_select(0, self.step)[0]
+            if len(self._guessed):
+                self._now_guessed = self._guessed.index_select(0, self.step)[0]
             self.step.add_(1).remainder_(len(self._packed))
         line, (rows, k) = self._now[self._layer], self._shape
         self._layer = (self._layer + 1) % self._layers
@@ -199,9 +217,13 @@ class Injected:
         h, x, routing = self._plain.norm_route(h, parts, norm, eps, gate, rows, k=k)
         return h, x, self._given(routing) if self._is_meant(rows) else routing
 
+    def _guess(self, layer: int) -> Guess:
+        return lambda _, rows: self._now_guessed[layer]
+
     def close(self) -> None:
-        """Give the model its router back."""
+        """Give the model its router back, and no prefetch."""
         self._model.ops = self._plain
+        self._model.prefetch = None
 
 
 def peaks() -> dict[str, float]:
@@ -335,6 +357,7 @@ class PagedBench:
         trace: Choices | None,
         warm: int,
         steps: int,
+        accuracy: float | None = None,
     ) -> Timed:
         """Time captured decode steps after a warm-up.
 
@@ -343,12 +366,17 @@ class PagedBench:
             trace: what they are routed to; None for what the model's own routers say.
             warm: steps before.
             steps: to be timed.
+            accuracy: share of choices that are guessed right by a prefetch; None for none.
 
         Raises:
             RuntimeError: device and host do not count the same misses.
         """
         rows = self.rows(batch)
-        injected = None if trace is None else Injected(self.model, trace, self.experts)
+        injected = guessed = None
+        if trace is not None:
+            if accuracy is not None:
+                guessed = guesses_of(trace, self.experts, accuracy)
+            injected = Injected(self.model, trace, self.experts, guessed)
 
         def step() -> None:
             logits = self.model.decode(rows, self.pool)  # type: ignore[arg-type]
@@ -378,7 +406,7 @@ class PagedBench:
         if injected is not None:
             injected.close()
         hits, misses = (b - a for a, b in zip(before, self.counts(), strict=True))
-        page_ins = self._page_ins(tables, trace, slice(warm, warm + steps))
+        page_ins = self._page_ins(tables, trace, guessed, slice(warm, warm + steps))
         if page_ins and sum(page_ins) != misses:
             raise RuntimeError(f"the device counted {misses} misses, the host {sum(page_ins)}")
         return Timed(
@@ -392,16 +420,20 @@ class PagedBench:
         self,
         tables: list[Residency],
         trace: Choices | None,
+        guessed: Choices | None,
         steps: slice,
     ) -> list[int]:
         """What each step misses by the host's tables; resident layers come first."""
         if trace is None or not tables:
             return []
         asked = trace[steps].reshape(-1, self.layers, trace[0, 0].size).tolist()
+        ahead = None if guessed is None else guessed[steps].reshape(len(asked), self.layers, -1)
         found, first = [0] * len(asked), self.layers - len(tables)
         for number, table in enumerate(tables):
             layer = first + number
             for at in range(len(asked)):
+                if ahead is not None and layer:
+                    table.bring_ahead(ahead[at, layer].tolist())
                 found[at] += len(table.bring_in(asked[at][layer]))
         return found
 

@@ -24,12 +24,13 @@ Row = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Row]:
-    """Rows of decode steps of one sequence over paged experts."""
+    """Rows of decode steps of one sequence over paged experts, without prefetch."""
     rows = [orjson.loads(line) for path in paths for line in path.read_bytes().splitlines()]
     return [
         row
         for row in rows
         if (row["bench"], row["mode"], row.get("batch")) == ("paged", "paged", 1)
+        and "prefetch_accuracy" not in row
     ]
 
 

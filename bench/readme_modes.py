@@ -37,6 +37,7 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
         (_resident(read), "gpu-resident-qwen"),
         (_paged(read), "gpu-paged-qwen"),
         (_other_ways(read), "gpu-paged-qwen-baselines"),
+        (_prefetch(read), "gpu-paged-prefetch-qwen"),
         (_in_fp8(read), "gpu-paged-qwen-fp8"),
         (_sweep(read), "gpu-paged-sweep-qwen"),
         (_beyond(read), "gpu-paged-v4-flash-43l"),
@@ -184,6 +185,17 @@ def _other_ways(read: Read) -> list[str]:
         if r["bench"] == "paged_baseline" and r.get("hit_rate", 0.9) == 0.9
     ]
     return ["Other ways: " + "; ".join(others) + "."] if others else []
+
+
+def _prefetch(read: Read) -> list[str]:
+    rows = [r for r in read("gpu-paged-prefetch-qwen") if "prefetch_accuracy" in r]
+    if not rows:
+        return []
+    text = ", ".join(
+        f"{r['over_without']:.2f}x with {100 * r['prefetch_accuracy']:.0f} % right guesses"
+        for r in rows
+    )
+    return [f"Prefetch at {rows[0]['trace']}, tokens per second to those without: {text}."]
 
 
 def _in_fp8(read: Read) -> list[str]:

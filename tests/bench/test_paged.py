@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import paged_plot
-from bench.paged_model import packed, reuse_trace, uniform_trace, zipf_trace
+from bench.paged_model import guesses_of, packed, reuse_trace, uniform_trace, zipf_trace
 from engine.kernels.router import group_torch, most_tiles
 from engine.plan.residency import Residency
 
@@ -57,10 +57,18 @@ def test_packed_routings_are_the_routers_own(rows: int) -> None:
         assert torch.equal(used[:1], wanted[2])
 
 
+def test_guesses_are_as_good_as_stated() -> None:
+    """About that share stays, and a few of the others by chance."""
+    trace = np.random.default_rng(7).integers(0, 100, (50, 4, 1, 8), dtype=np.int32)
+    assert (guesses_of(trace, 100, 1.0) == trace).all()
+    assert abs((guesses_of(trace, 100, 0.8) == trace).mean() - 0.8) < 0.03
+
+
 def test_the_plot_takes_rows_of_one_sequence(tmp_path: Path) -> None:
-    """Rows of other batches, of prompts and of resident models are left out."""
+    """Rows of other batches, of prompts and of prefetch are left out."""
     row = {"bench": "paged", "mode": "paged", "batch": 1}
     others = [{**row, "batch": 4}, {**row, "bench": "paged_prompt"}, {**row, "mode": "resident"}]
+    guessed = {**row, "prefetch_accuracy": 0.8}
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\n".join(orjson.dumps(one) for one in (row, *others)))
+    file.write_bytes(b"\n".join(orjson.dumps(one) for one in (row, *others, guessed)))
     assert paged_plot.read([file]) == [row]
