@@ -174,13 +174,17 @@ def _sums(
     return acc
 
 
-@triton.jit(do_not_specialize=["T", "end"])
+@triton.jit(do_not_specialize=["T", "end", "wanted_from"])
 def _product(
-    codes, powers, w, scale, out, N, split, share, end, w_1, scale_1, out_1, N_1, T, K,
+    codes, powers, w, scale, out, N, split, share, end, w_1, scale_1, out_1, N_1, positions,
+    wanted_from, T, K,
     W_BLOCK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program: BN columns of one of two products, over one share of K."""
+    """A program: BN columns of one of two products, over one share of K.
+
+    SKIPS: the second one has no columns to sum where all T positions lie below `wanted_from`.
+    """
     program = tl.program_id(0)
     second = program >= end
     program = tl.where(second, program - end, program)
@@ -192,6 +196,11 @@ def _product(
     part = program % split
     first = part * share
     last = tl.minimum(first + share, K // W_BLOCK)
+    if SKIPS:  # noqa: SIM102 - one of the two is known to the compiler
+        if second:
+            row = tl.arange(0, 64)
+            newest = tl.max(tl.load(positions + row, mask=row < T, other=0), 0)
+            last = tl.where(newest < wanted_from, first, last)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     acc = _sums(codes, powers, w, scale, n0, first, last, T, K, W_BLOCK, BT, BN, BLOCKS, STAGES)
@@ -245,7 +254,13 @@ def choose(rows: int, ws: Sequence[Matrix], *, parts: bool) -> Cut:
     return Cut(64, triton.cdiv(steps, triton.cdiv(steps, split)), stages, 4)
 
 
-def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> None:
+def launch(
+    x: Codes,
+    ws: Sequence[Matrix],
+    outs: Sequence[Tensor],
+    cut: Cut,
+    wanted: tuple[Tensor, int] | None = None,
+) -> None:
     """Multiply rows with one or two weights in one launch.
 
     Args:
@@ -253,6 +268,7 @@ def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> 
         ws: FP8 [N, K], blocks as wide as x's groups.
         outs: [T, N] each, or float32 [T, cut.split, N] of a single weight.
         cut: how.
+        wanted: see `run`.
     """
     rows, width = x.codes.shape
     w, other = ws[0], ws[-1]
@@ -264,17 +280,31 @@ def launch(x: Codes, ws: Sequence[Matrix], outs: Sequence[Tensor], cut: Cut) -> 
     overlap = overlaps(x.codes.device) and rows <= OVERLAP_ROWS
     _product[(total,)](
         x.codes, x.powers, w.data, w.scale, outs[0], w.shape[0], cut.split, share, end,
-        other.data, other.scale, outs[-1], other.shape[0], rows, width,
-        W_BLOCK=x.group, BT=tile, BN=cut.bn, BLOCKS=step, STAGES=cut.stages, OVERLAP=overlap,
+        other.data, other.scale, outs[-1], other.shape[0],
+        x.powers if wanted is None else wanted[0], 0 if wanted is None else wanted[1], rows, width,
+        W_BLOCK=x.group, BT=tile, BN=cut.bn, BLOCKS=step, STAGES=cut.stages,
+        SKIPS=wanted is not None, OVERLAP=overlap,
         num_warps=cut.warps, launch_pdl=overlap,
     )  # fmt: skip
 
 
-def run(x: Codes, ws: Sequence[Matrix], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Multiply rows with one or two weights: [T, N] each."""
+def run(
+    x: Codes,
+    ws: Sequence[Matrix],
+    dtype: torch.dtype,
+    wanted: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, ...]:
+    """Multiply rows with one or two weights: [T, N] each.
+
+    Args:
+        x: [T, K].
+        ws: as for `launch`.
+        dtype: of the results.
+        wanted: int32 [T], and what none of it may reach for the second product to be zeros instead.
+    """
     rows, device = len(x.codes), x.codes.device
     outs = tuple(torch.empty((rows, w.shape[0]), dtype=dtype, device=device) for w in ws)
-    launch(x, ws, outs, choose(rows, ws, parts=False))
+    launch(x, ws, outs, choose(rows, ws, parts=False), wanted)
     return outs
 
 

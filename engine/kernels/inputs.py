@@ -57,11 +57,15 @@ class CompressorInput:
 
 @dataclass(frozen=True, slots=True)
 class QueryInput:
-    """Arguments of index_queries: q_raw [T, Hi * Di], head_dim, form."""
+    """Arguments of index_queries: q_raw [T, Hi * Di], head_dim, form.
+
+    Rows that see no more than `idle` entries attend them all; nobody reads what they would ask.
+    """
 
     raw: Tensor
     head_dim: int
     form: Form
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ def _attention_inputs(
     kv, kv_stride, kv_norm, k_rows, ring,
     proj_a, stride_a, ape_a, state_a, norm_a, pool_a, signs_a, latent,
     proj_b, stride_b, ape_b, state_b, norm_b, pool_b, signs_b,
-    q, q_stride, signs_q, q_out, heads, heads_out, head_eps,
+    q, q_stride, signs_q, q_out, idle, heads, heads_out, head_eps,
     W: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, WINDOW_FORM: tl.constexpr,
     STORE: tl.constexpr, RATIO: tl.constexpr, PAIRED: tl.constexpr, PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, LATENT: tl.constexpr,
@@ -193,7 +197,7 @@ def _attention_inputs(
             D, PAIRS, NORM,
         )  # fmt: skip
     elif H:  # noqa: SIM102 - decided at compile time
-        if part >= 0:
+        if (part >= 0) & ((tl.load(positions + t) + 1) // RATIO > idle):
             # The last program of a row may overlap the next row's first, and writes the same.
             index_queries_device(
                 q, q_stride, rope, positions, signs_q, q_out, t * H + part * HEADS,
@@ -265,7 +269,7 @@ def attention_inputs_triton(
         window.kv, window.kv.stride(0), window.norm_w, k_rows, window.ring,
         *_fields(a, rope, window.kv.dtype), latent, *_fields(b, rope, window.kv.dtype),
         None if queries is None else queries.raw, 0 if queries is None else queries.raw.stride(0),
-        signs, q, heads.raw, ready, heads.eps or 0.0,
+        signs, q, 0 if queries is None else queries.idle, heads.raw, ready, heads.eps or 0.0,
         W=window.ring.shape[1], D=dim, PAIRS=rope.shape[2], WINDOW_FORM=window.form, STORE=store,
         RATIO=ratio, PAIRED=overlap, PER_BLOCK=rows.block_size // max(1, ratio),
         CHUNK=min(members, 8), LATENT=want_latent, **_shape(a, "A"), **_shape(b, "B"),

@@ -82,6 +82,7 @@ def norm_linear_torch(
     ws: Sequence[Matrix],
     *,
     act_group: int | None = None,
+    wanted: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, ...]:
     """Products of several weights with one normed (and rounded) input.
 
@@ -91,6 +92,8 @@ def norm_linear_torch(
         eps: of the norm.
         ws: [N_i, K] each.
         act_group: group of the normed input's FP8 rounding, None for none.
+        wanted: of the second of two weights: int32 [T], and a number. Where none of the first reaches
+            the second, nobody reads that product, which is then any finite numbers.
 
     Returns:
         [T, N_i] each, in x's dtype.
@@ -275,10 +278,11 @@ def norm_linear_triton(
     ws: Sequence[Matrix],
     *,
     act_group: int | None = None,
+    wanted: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, ...]:
     """`norm_linear_torch` in kernels."""
     if act_group is not None and codes.take(x, ws, act_group):
-        return codes.run(_encoded(x, norm, eps, act_group), ws, x.dtype)
+        return codes.run(_encoded(x, norm, eps, act_group), ws, x.dtype, wanted)
     low = _prepared(x, norm, eps, act_group)
     return linears_triton([low] * len(ws), ws)
 

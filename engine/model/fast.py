@@ -490,12 +490,14 @@ class FastModel:
             kinds.append(torch.float32)
         projected, *extras = k.linears(inputs, weights, out_dtypes=kinds)
         queries = [a.wq_b] + ([a.indexer.wq_b] if a.indexer else [])
+        idle = 0 if layer.builds_candidates or layer.reads_candidates else c.index_topk
         q, *index_q = k.norm_linear(
             projected[:, : c.q_lora_rank],
             a.q_norm,
             c.rms_norm_eps,
             queries,
             act_group=self.act_group,
+            wanted=(rows.positions, (idle + 1) * layer.ratio - 1) if a.indexer and idle else None,
         )
         ring = pool.window[layer.index]
         compressors = self._compressors(layer, w, extras, state) if writes else []
@@ -504,7 +506,7 @@ class FastModel:
         k_rows, latent, chooser, ready = k.attention_inputs(
             WindowInput(projected[:, c.q_lora_rank :], a.kv_norm, ring, self.forms.window),
             compressors,
-            QueryInput(index_q[0], c.index_head_dim, self.forms.index) if index_q else None,
+            QueryInput(index_q[0], c.index_head_dim, self.forms.index, idle) if index_q else None,
             HeadInput(q, a.sink.shape[0], head_norm),
             rope,
             rows,

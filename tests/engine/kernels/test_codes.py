@@ -110,6 +110,18 @@ def test_layers_products_equal_their_twins(block):
     assert difference(a, b.double()) < 2e-2
 
 
+@pytest.mark.parametrize("least", [6, 7])
+def test_a_product_nobody_wants_is_zeros(least):
+    """The second product is read where no position asks for it, or left out where one does."""
+    x = codes.encode_torch(normal(3, 256), 128)
+    ws = fp8(128, 256, 128), fp8(256, 256, 128, seed=2)
+    positions = torch.tensor([1, 6, 0], dtype=torch.int32, device=DEVICE)
+    first, second = codes.run(x, ws, BF16, (positions, least))
+    whole = codes.run(x, ws, BF16)
+    assert torch.equal(first, whole[0])
+    assert torch.equal(second, whole[1] if least == 6 else torch.zeros_like(second))
+
+
 @pytest.mark.parametrize(
     ("rows", "n", "k", "block", "kind"),
     [(65, 128, 128, 128, BF16), (1, 96, 128, 32, BF16), (1, 128, 160, 32, BF16),

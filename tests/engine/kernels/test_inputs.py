@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,6 +116,23 @@ def test_kernel_is_the_twin(kind, spans):
             if a.dim() == 3:  # slot and block 0 are nobody's
                 a, b = a[1:], b[1:]
             assert ((a - b).abs() > 1e-4).float().mean() < 0.004
+
+
+def test_idle_rows_ask_nothing(monkeypatch):
+    """Index queries of rows that see no more than `idle` entries are made, or others are not."""
+    rows, _ = make(DECODE, BLOCK, blocks=BLOCKS)
+    whole, some = Layer("csa", rows), Layer("csa", rows)
+    raw = noise(rows.num_rows, 16 * 32, seed=12)  # as many heads as a program takes
+    whole.queries = replace(whole.queries, raw=raw)
+    some.queries = replace(whole.queries, idle=1)
+    want = whole.run(inputs.attention_inputs_triton, rows, True)[2]
+    empty = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: empty(*a, **k).fill_(77))
+    made = some.run(inputs.attention_inputs_triton, rows, True)[2]
+    asks = (rows.positions + 1) // 4 > 1
+    assert asks.any()
+    assert torch.equal(made[asks], want[asks])
+    assert (made[~asks] == 77).all()
 
 
 def test_planted_fault_is_seen():
