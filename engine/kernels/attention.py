@@ -376,7 +376,10 @@ def attend_triton(
             **overlapping(q.device, tokens),
         )
     if tile.splits > 1:
-        combine_kernel[(tokens, heads)](
+        padded = 1 << (tile.splits - 1).bit_length()
+        # Many programs of few bytes each would take twice the time of the bytes.
+        together = max(1, 8 // padded) if tokens > 32 else 1
+        combine_kernel[(tokens, -(-heads // together))](
             parts,
             sums,
             rope,
@@ -386,7 +389,8 @@ def attend_triton(
             D=dim,
             R=rope.shape[-1],
             SPLITS=tile.splits,
-            PADDED=1 << (tile.splits - 1).bit_length(),
+            PADDED=padded,
+            M=together,
             num_warps=4,
             **overlapping(q.device, tokens),
         )

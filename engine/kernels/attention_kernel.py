@@ -462,24 +462,25 @@ def combine_kernel(
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED: tl.constexpr,
+    M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (row, head): the parts of attend_kernel, weighted, divided and rotated back."""
+    """Program (row, M heads): the parts of attend_kernel, weighted, divided and rotated back."""
     await_previous(OVERLAP)
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * M + tl.arange(0, M)
     position = tl.load(positions + row)
-    split = tl.arange(0, PADDED)
-    at = (row.to(tl.int64) * SPLITS + split) * H + head
-    real = split < SPLITS
+    split = tl.arange(0, PADDED)[:, None]
+    mine = tl.minimum(head, H - 1)  # what is beyond is not stored
+    at = (row.to(tl.int64) * SPLITS + split) * H + mine[None, :]
+    real = (split < SPLITS) & (mine >= 0)[None, :]
     top = tl.load(sums + at * 2, mask=real, other=float("-inf"))
     total = tl.load(sums + at * 2 + 1, mask=real, other=0.0)
-    column = tl.arange(0, D)[None, :]
-    part = tl.load(parts + at[:, None] * D + column, mask=real[:, None], other=0.0)
+    column = tl.arange(0, D)[None, None, :]
+    part = tl.load(parts + at[:, :, None] * D + column, mask=real[:, :, None], other=0.0)
     begin_next(OVERLAP)
-    weight = tl.exp2(top - tl.max(top, axis=0))
-    mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    weight = tl.exp2(top - tl.max(top, axis=0)[None, :])
+    sum_of_weights = tl.sum(total * weight, axis=0)
+    mixed = tl.sum(part * weight[:, :, None], axis=0) / sum_of_weights[:, None]
     target = o + row.to(tl.int64) * (H * D)
-    heads = tl.zeros((1,), tl.int32) + head
-    mixed = tl.reshape(mixed, (1, D))
-    store_output_device(target, mixed, rope, position, heads, H, D, R)
+    store_output_device(target, mixed, rope, position, head, H, D, R)

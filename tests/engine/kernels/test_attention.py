@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from engine.kernels import attention, reference, unfold
-from engine.kernels.attention import Tile, attend_torch, attend_triton
+from engine.kernels.attention import Tile, attend_torch, attend_triton, ready_queries_torch
 from engine.kernels.records import pack_torch, unpack_torch
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
@@ -177,6 +177,15 @@ def test_torch_equals_the_reference(sequences, kind, head_norm):
     c = case(sequences, kind=kind, head_norm=head_norm)
     got = attend_torch(*c.args, **c.keywords)
     assert torch.allclose(got, by_the_rules(c), atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [4, 7])
+def test_parts_of_many_decode_rows_are_put_together(heads):
+    """Heads that a program puts together, or a tile of them that is not whole, differ."""
+    c = case([Sequence(1 + i, 3 * i, 1) for i in range(33)], kind="all", heads=heads)
+    tile = Tile(heads=16, keys=16, splits=3, warps=4, ahead=0)
+    got = attend_triton(*c.args, **c.keywords, tile=tile)
+    torch.testing.assert_close(got, attend_torch(*c.args, **c.keywords), atol=2e-6, rtol=1e-5)
 
 
 def changed(c: Case, place: int, value: Tensor) -> Case:
@@ -445,4 +454,8 @@ def same_at_real_widths(
     if floors is not None:
         low = torch.tensor(floors, dtype=torch.int32, device=DEVICE)
         c = changed(c, 7, replace(c.rows, floors=low))
-    assert agree(attend_triton(*c.args, **c.keywords), attend_torch(*c.args, **c.keywords))
+    want = attend_torch(*c.args, **c.keywords)
+    assert agree(attend_triton(*c.args, **c.keywords), want)
+    if floors is None:  # as a decode step gives them
+        q = ready_queries_torch(c.args[0], 64, c.keywords["head_norm_eps"], c.args[6], c.rows)
+        assert agree(attend_triton(q, *c.args[1:], **c.keywords, ready=True), want)
