@@ -36,7 +36,7 @@ EXTRA := $(if $(GPU),[cuda])
 .PHONY: help serve test lint types contracts suite e2e measure clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p;/^  make/p;/^Variables/,/^$$/p'
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 # dependency groups need pip >= 25.1; an older one comes with many Pythons
 $(BIN)/.pip:

@@ -1,6 +1,7 @@
 """Shared by all tests: hypothesis profiles, one torch thread per process, Triton's interpreter."""
 
 import os
+from collections.abc import Iterator
 
 # OpenMP reads this once, when torch is loaded, so it comes first. With more threads than free cores
 # each small product ends in a wait that spins for the whole time slice of the other thread.
@@ -9,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.leftovers import children, threads
 
 # Kernels run on the GPU where there is one, else in Triton's interpreter. Triton reads this when it
 # is imported, and the engine's modules import it, so it is set before any of them.
@@ -25,6 +28,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Servers, engines and compilers end with their tests; what does not is an error of the last one."""
+    before = threads()  # the runner's own
+    yield
+    assert children() == []
+    assert [thread for thread in threads() if thread not in before] == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
