@@ -159,13 +159,17 @@ def _row_key(seeds, index, b):
 
 
 @triton.jit
-def _logits(logits, mask, b, ids, V, HAS_MASK: tl.constexpr):
-    """Logits of tokens, -inf where ruled out."""
+def _logits(logits, mask, b, first, V, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits of BLOCK tokens, -inf where ruled out, and the tokens; `first` is a multiple of 32."""
+    ids = first + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf"))
     if HAS_MASK:
-        word = tl.load(mask + b * tl.cdiv(V, 32) + ids // 32, mask=ids < V, other=0)
-        x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
-    return x
+        words = tl.cdiv(V, 32)
+        place = first // 32 + tl.arange(0, BLOCK // 32)  # each word is loaded once
+        word = tl.load(mask + b * words + place, mask=place < words, other=0)
+        allowed = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        x = tl.where(tl.reshape(allowed, (BLOCK,)) != 0, x, float("-inf"))
+    return x, ids
 
 
 @triton.jit
@@ -178,10 +182,16 @@ def _sums(x, ids, temperature, key):
 
 
 @triton.jit
+def _better(value, token, other, other_token):
+    """Of two (value, id) the one with the larger value, then the lower id; NaN is above all."""
+    first = (value > other) | ((value == other) & (token < other_token)) | (value != value)
+    return tl.where(first, value, other), tl.where(first, token, other_token)
+
+
+@triton.jit
 def _winner(values, ids):
-    """Largest value, and of those that have it the lowest id; no NaN."""
-    best = tl.max(values, 0)
-    return best, tl.min(tl.where(values == best, ids, 2147483647), 0)
+    """Largest value, and of those that have it the lowest id; NaN if there is one."""
+    return tl.reduce((values, ids), 0, _better)
 
 
 @triton.jit
@@ -194,16 +204,14 @@ def _look(
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     c, b = tl.program_id(0), tl.program_id(1)
-    ids = c * BLOCK + tl.arange(0, BLOCK)
-    x = _logits(logits, mask, b, ids, V, HAS_MASK)
-    broken = tl.sum((x != x).to(tl.int32), 0) > 0
-    x = tl.where(x == x, x, float("-inf"))
+    x, ids = _logits(logits, mask, b, c * BLOCK, V, HAS_MASK, BLOCK)
     best, best_id = _winner(x, ids)
     at = b * parts + c
-    tl.store(high + at, tl.where(broken, float("nan"), best))
+    tl.store(high + at, best)
     tl.store(high_id + at, best_id)
     heat = tl.load(temperature + b)
     if heat > 0:
+        x = tl.where(x == x, x, float("-inf"))
         scaled, value = _sums(x, ids, heat, _row_key(seeds, index, b))
         top, top_id = _winner(value, ids)
         tl.store(drawn + at, top)
@@ -244,10 +252,11 @@ def _total(high, mass, b, parts, heat, PARTS: tl.constexpr):
 
 @triton.jit
 def _before(
-    logits, mask, sums, b, ids, V, heat, level, limit, limit_id, HAS_MASK: tl.constexpr
+    logits, mask, sums, b, first, V, heat, level, limit, limit_id, HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mass, relative to `level`, of the tokens before one, and the winner among them."""
-    x = _logits(logits, mask, b, ids, V, HAS_MASK)
+    """Mass, relative to `level`, of BLOCK tokens that come before one, and the winner among them."""
+    x, ids = _logits(logits, mask, b, first, V, HAS_MASK, BLOCK)
     earlier = (x > limit) | ((x == limit) & (ids < limit_id))
     value = tl.load(sums + b.to(tl.int64) * V + ids, mask=earlier, other=float("-inf"))
     scaled = x.to(tl.float64) / heat
@@ -301,8 +310,8 @@ def _weigh(
                 limit = _logit(logits, b, limit_id, V)
                 for c in range(tl.program_id(0), parts, tl.num_programs(0)):
                     share, best, best_id = _before(
-                        logits, mask, sums, b, c * BLOCK + tl.arange(0, BLOCK), V, heat, level,
-                        limit, limit_id, HAS_MASK,
+                        logits, mask, sums, b, c * BLOCK, V, heat, level, limit, limit_id,
+                        HAS_MASK, BLOCK,
                     )  # fmt: skip
                     at = b * parts + c
                     tl.store(before + from_round + at, share)
@@ -344,8 +353,8 @@ def _settle(
                 best = tl.full((), float("-inf"), tl.float64)
                 for first in range(0, V, BLOCK):
                     portion, value, value_id = _before(
-                        logits, mask, sums, b, first + tl.arange(0, BLOCK), V, heat, level, limit,
-                        token, HAS_MASK,
+                        logits, mask, sums, b, first, V, heat, level, limit, token, HAS_MASK,
+                        BLOCK,
                     )  # fmt: skip
                     ahead += portion
                     follower = tl.where(value > best, value_id, follower)
