@@ -16,6 +16,10 @@ from engine.kernels.reference import rms_norm
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
+#: Most rows of a step whose small kernels, between products and experts, begin before their
+#: predecessors have ended; measured with Qwen3-30B, of whose layer of 16 rows it takes 5 us of 232.
+OVERLAP_ROWS = 16
+
 # ---------------------------------------------------------------- torch
 
 
@@ -263,6 +267,6 @@ def add_norm_triton(
     _add_norm_kernel[(rows,)](
         h, h if parts is None else parts.contiguous(), weight, total, x, eps, width,
         WIDTH=triton.next_power_of_2(width), PARTS=0 if parts is None else parts.shape[1],
-        num_warps=8, **overlapping(h.device, rows),
+        num_warps=8, **overlapping(h.device, rows, OVERLAP_ROWS),
     )  # fmt: skip
     return total, x

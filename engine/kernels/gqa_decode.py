@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.counters import counters
+from engine.kernels.gqa import OVERLAP_ROWS
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
@@ -205,7 +206,8 @@ def decode_gqa_triton(
         part_o, part_m, part_s, counters("decode_gqa", _MOST_PAIRS, device), qkv.stride(0), rows.tables.shape[1],
         dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
         PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=tile,
-        SPLITS=_MOST_SPLITS, num_warps=warps, num_stages=stages, **overlapping(device, batch),
+        SPLITS=_MOST_SPLITS, num_warps=warps, num_stages=stages,
+        **overlapping(device, batch, OVERLAP_ROWS),
     )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.counters import counters
-from engine.kernels.gqa import add_norm_torch, add_norm_triton
+from engine.kernels.gqa import OVERLAP_ROWS, add_norm_torch, add_norm_triton
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import (
     DECODE_ROWS,
@@ -178,12 +178,13 @@ def norm_route_triton(
     grid = triton.cdiv(num_experts, tile_experts), triton.cdiv(count, tile_rows), splits
     _logits_kernel[grid](
         x, gate, logits, count, E=num_experts, D=d, SPLITS=splits, BT=tile_rows, BE=tile_experts,
-        BK=step, num_warps=4, **overlapping(device, count),
+        BK=step, num_warps=4, **overlapping(device, count, OVERLAP_ROWS),
     )  # fmt: skip
     padded = triton.next_power_of_2(count * k)
     scratch = torch.empty(padded, dtype=torch.int32, device=device)
     _choose_kernel[(count,)](
         logits, counter, *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
-        TILE=tile_pairs(count), num_warps=4, **shapes, **overlapping(device, count),
+        TILE=tile_pairs(count), num_warps=4, **shapes,
+        **overlapping(device, count, OVERLAP_ROWS),
     )  # fmt: skip
     return h, x, routing

@@ -149,40 +149,30 @@ def slots_of_torch(experts: Tensor, state: SlotState) -> Tensor:
 def _decide_kernel(
     experts, tiles, named, origins, slot_expert, expert_slot, last_use, early, counters, moves,
     num_pairs, num_tiles, num_slots, num_experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILES: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program; SLOTS, EXPERTS, TILES and PAIRS are powers of two. AHEAD: as bring_ahead_torch.
-
-    A step waits for it, so what it reads is asked for at once, and only misses follow each other.
-    """
+    """One program; SLOTS, EXPERTS and TILES are powers of two. AHEAD: as bring_ahead_torch."""
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    slot, pair = tl.arange(0, SLOTS), tl.arange(0, PAIRS)
+    slot = tl.arange(0, SLOTS)
     real = slot < num_slots
     before = tl.load(slot_expert + slot, mask=real, other=-2)
     used = tl.load(last_use + slot, mask=real, other=0)
     soon = tl.load(early + slot, mask=real, other=0)
     step = tl.load(counters) + (0 if AHEAD else 1)
-    hits, misses = tl.load(counters + 1), tl.load(counters + 2)
-    aheads, ahead_hits = tl.load(counters + 4), tl.load(counters + 5)
     kept = tl.zeros((SLOTS,), tl.int32)
-    for first in range(0, num_pairs, PAIRS):
-        some = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=-1)
-        same = (before[:, None] == some[None, :]) & (some >= 0)[None, :]
-        kept = tl.maximum(kept, tl.max(same.to(tl.int32), 1))
-    hits += tl.sum(kept, 0)
-    ahead_hits += tl.sum(kept * soon, 0)
+    for pair in range(num_pairs):
+        expert = tl.load(experts + pair)
+        kept = tl.where((before == expert) & (expert >= 0), 1, kept)
+    hits, ahead_hits = tl.sum(kept, 0), tl.sum(kept * soon, 0)
     if not AHEAD:
         used = tl.where(kept != 0, step, used)
         soon = tl.zeros((SLOTS,), tl.int32)
     held, count = before, 0
-    for first in range(0, num_pairs, PAIRS):
-        some = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=-1)
-        there = tl.max((held[:, None] == some[None, :]).to(tl.int32), 0)
-        absent = ((some >= 0) & (there == 0)).to(tl.int32)
-        while tl.max(absent, 0) > 0:
-            next_pair = tl.min(tl.where(absent != 0, pair, PAIRS), 0)
-            expert = tl.sum(tl.where(pair == next_pair, some, 0), 0)
+    for pair in range(num_pairs):
+        expert = tl.load(experts + pair)
+        absent = tl.sum((held == expert).to(tl.int32), 0) == 0
+        if absent & (expert >= 0):
             free = (kept == 0) & real
             age = tl.where(free, used, 2147483647)
             oldest = tl.min(age, 0)
@@ -195,20 +185,6 @@ def _decide_kernel(
             tl.store(moves + 2 * count, expert)
             tl.store(moves + 2 * count + 1, victim)
             count += 1
-            absent = tl.where(some == expert, 0, absent)
-    if not AHEAD:
-        for first in range(0, num_tiles, TILES):
-            tile = first + tl.arange(0, TILES)
-            inside = tile < num_tiles
-            expert = tl.load(tiles + tile * 3, mask=inside, other=-1)
-            same = (held[None, :] == expert[:, None]) & (expert >= 0)[:, None]
-            name = tl.max(tl.where(same, slot[None, :], -1), 1)
-            tl.store(named + tile * 3, name, mask=inside)
-            was = tl.max((before[None, :] == expert[:, None]).to(tl.int32), 1)
-            tl.store(origins + tile, tl.where(was != 0, -1, expert), mask=inside)
-            for field in tl.static_range(1, 3):
-                value = tl.load(tiles + tile * 3 + field, mask=inside, other=0)
-                tl.store(named + tile * 3 + field, value, mask=inside)
     tl.store(slot_expert + slot, held, mask=real)
     tl.store(last_use + slot, used, mask=real)
     tl.store(early + slot, soon, mask=real)
@@ -219,12 +195,24 @@ def _decide_kernel(
     tl.store(expert_slot + held, slot, mask=real)
     tl.store(counters + 3, count)
     if AHEAD:
-        tl.store(counters + 4, aheads + count)
+        tl.store(counters + 4, tl.load(counters + 4) + count)
     else:
         tl.store(counters, step)
-        tl.store(counters + 1, hits)
-        tl.store(counters + 2, misses + count)
-        tl.store(counters + 5, ahead_hits)
+        tl.store(counters + 1, tl.load(counters + 1) + hits)
+        tl.store(counters + 2, tl.load(counters + 2) + count)
+        tl.store(counters + 5, tl.load(counters + 5) + ahead_hits)
+        for first in range(0, num_tiles, TILES):
+            tile = first + tl.arange(0, TILES)
+            inside = tile < num_tiles
+            expert = tl.load(tiles + tile * 3, mask=inside, other=-1)
+            match = (held[None, :] == expert[:, None]) & (expert >= 0)[:, None]
+            name = tl.max(tl.where(match, slot[None, :], -1), 1)
+            tl.store(named + tile * 3, name, mask=inside)
+            was = tl.max((before[None, :] == expert[:, None]).to(tl.int32), 1)
+            tl.store(origins + tile, tl.where(was != 0, -1, expert), mask=inside)
+            for field in tl.static_range(1, 3):
+                value = tl.load(tiles + tile * 3 + field, mask=inside, other=0)
+                tl.store(named + tile * 3 + field, value, mask=inside)
 
 
 def _decide(
@@ -237,8 +225,7 @@ def _decide(
         experts, tiles, named, origins, state.slot_expert, state.expert_slot, state.last_use,
         state.early, state.counters, state.moves, experts.numel(), len(tiles), slots, count,
         SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(count),
-        TILES=min(16, triton.next_power_of_2(len(tiles))),
-        PAIRS=min(16, triton.next_power_of_2(experts.numel())), AHEAD=ahead, OVERLAP=overlap,
+        TILES=min(16, triton.next_power_of_2(len(tiles))), AHEAD=ahead, OVERLAP=overlap,
         num_warps=1 if slots <= 128 else 4, launch_pdl=overlap,
     )  # fmt: skip
     return named, origins

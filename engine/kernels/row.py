@@ -26,10 +26,10 @@ from engine.kernels.triton_compat import cast, tl, triton
 _HELD = 128
 _WARPS = 4
 #: Hidden values of a program of the experts' first product, and its warps.
-_HIDDEN, _HIDDEN_WARPS = 4, 4
+_HIDDEN, _HIDDEN_WARPS = 4, 8
 #: Columns of every expert that a program of the second product takes at a time, its warps, and
-#: registers of its threads: few enough for half of Qwen3-30B's 2048 programs to wait with their weights.
-_CHUNK, _SUM_WARPS, _SUM_REGISTERS = 256, 8, 32
+#: most registers of its threads; six programs fit a processor, which is quicker than eight.
+_CHUNK, _SUM_WARPS, _SUM_REGISTERS = 256, 8, 40
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
