@@ -73,11 +73,20 @@ def engine(geometry: str, what: str, out: str, more: str = "") -> str:
     return f"bench.engine --geometry {geometry} --what {what} --out {out} {more}".strip()
 
 
+#: Tests of kernels that are the same on a GPU and in the interpreter; the others have real widths.
+SAME = tuple(
+    f"tests/engine/kernels/test_{name}.py"
+    for name in (
+        "accept", "block_attention", "embed", "feed", "fp4", "moe", "records", "roundtrip", "router",
+        "weave",
+    )
+)  # fmt: skip
 #: GPU tests by process, together all of them. Compiling takes most of the time, so each has workers
 #: (pytest-xdist) that share its GPU; each begins with tests that lie together and share engines.
 TEST_PARTS = (
-    "-n 8 --dist worksteal tests/engine/kernels",
-    "-n 8 --dist worksteal tests/engine --ignore=tests/engine/kernels",
+    "tests/engine/kernels " + " ".join(f"--ignore={file}" for file in SAME),
+    "tests/engine --ignore=tests/engine/kernels",
+    " ".join(SAME),
 )
 QWEN = "bench.paged --geometry qwen3-30b-a3b"
 BEYOND = "bench.paged --geometry v4-flash-43l --warm 16"
@@ -155,7 +164,8 @@ JOBS = (
         Job(
             f"{TESTS}{number}",
             # pytest-benchmark, where it is installed, warns beside workers, and warnings are errors
-            f"pytest -m gpu -q -p no:cacheprovider -p no:benchmark --durations=5 {part}",
+            "pytest -m gpu -q -n 8 --dist worksteal -p no:cacheprovider -p no:benchmark"
+            f" --durations=5 {part}",
             150,
         )
         for number, part in enumerate(TEST_PARTS, 1)

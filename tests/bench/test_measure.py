@@ -10,6 +10,8 @@ import pytest
 
 from bench import measure
 from bench.measure import Job, Run
+from bench.rows import ROOT
+from tests.engine.kernels.conftest import SAME
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_logs_of_tests_are_joined(logs: Path) -> None:
 
 def test_every_command_can_be_chosen() -> None:
     """Words choose by name or its beginning, in their order; unknown ones are refused; names are unique."""
-    assert [job.name for job in measure.chosen(["tests"])] == ["tests-1", "tests-2"]
+    assert [job.name for job in measure.chosen(["tests"])] == ["tests-1", "tests-2", "tests-3"]
     assert measure.chosen([]) == list(measure.JOBS)
     assert [job.name for job in measure.chosen(["start", "replay", "start"])] == ["start", "replay"]
     assert len({job.name for job in measure.JOBS}) == len(measure.JOBS)
@@ -76,3 +78,17 @@ def test_lanes_share_the_cores() -> None:
     assert measure.shares(range(9), 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert measure.shares([3, 5], 1) == [[3, 5]]
     assert measure.shares([7], 4) == [[7]] * 4
+
+
+def test_gpu_tests_are_run_once() -> None:
+    """Files of kernels' tests that one process leaves out are another one's."""
+    files = {
+        str(file.relative_to(ROOT)) for file in (ROOT / "tests/engine/kernels").glob("test_*.py")
+    }
+    same = {f"tests/engine/kernels/test_{name}.py" for name in SAME}
+    unmarked = {file for file in files if "mark.gpu" not in (ROOT / file).read_text()}
+    assert unmarked <= same <= files
+    first, others, last = measure.TEST_PARTS
+    assert first.split() == ["tests/engine/kernels", *(f"--ignore={f}" for f in sorted(same))]
+    assert others == "tests/engine --ignore=tests/engine/kernels"
+    assert last.split() == sorted(same)

@@ -1,29 +1,13 @@
-"""Fixtures of the engine's tests, and which of them are tests for a GPU."""
+"""Fixtures of the engine's tests."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is a GPU, kernels run on it: there, their tests are marked gpu.
-
-    Those of a module that knows its DEVICE; where it has tests of real widths, these alone.
-    """
-    if not torch.cuda.is_available():
-        return
-    modules = defaultdict(list)
-    for item in items:
-        modules[getattr(item, "module", None)].append(item)
-    for module, own in modules.items():
-        if hasattr(module, "DEVICE") and not any(item.get_closest_marker("gpu") for item in own):
-            for item in own:
-                item.add_marker("gpu")
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +17,29 @@ def exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_made_ready_once() -> Iterator[None]:
+    """Triton's interpreter makes its language ready again for each call of a device function.
+
+    Going through all names of the language so often is a third of what the kernels' tests do; within
+    a kernel, whose own call did it, once is enough.
+    """
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    make_ready = interpreter._patch_lang
+
+    def make_ready_once(fn: Callable[..., Any]) -> Any:
+        seen = [v for v in fn.__globals__.values() if v is language or v is language.core]
+        if seen and not any(language.core.is_builtin(names.load) for names in seen):
+            return interpreter._LangPatchScope()
+        return make_ready(fn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", make_ready_once)
+        yield
