@@ -131,6 +131,7 @@ class GraphCache:
         captures: whether to capture CUDA graphs; the body is called otherwise.
         captured_rows: most rows of a bucket that is captured; None for no limit. Larger ones have
             work that the host decides.
+        pad: makes all rows of a bucket pad, before it is warmed up; None where they do anyway.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class GraphCache:
         *,
         captures: bool,
         captured_rows: int | None = None,
+        pad: Callable[[int], None] | None = None,
     ) -> None:
         self.buckets = tuple(sorted(buckets))
         self.captured: tuple[Captured, ...] = ()
@@ -150,6 +152,7 @@ class GraphCache:
         self._captures = captures
         self._most = max(buckets) if captured_rows is None else captured_rows
         self._seals = seals
+        self._pad = pad
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def bucket_for(self, count: int) -> int:
@@ -199,6 +202,8 @@ class GraphCache:
 
     def _prepare(self, bucket: int, capturer: Capturer | None) -> int:
         """Warm up and capture a bucket; give the bytes by which the pool has grown."""
+        if self._pad is not None:
+            self._pad(bucket)
         if capturer is None or not self._is_captured(bucket):
             self._body(bucket)
             return 0

@@ -139,7 +139,8 @@ class PromptGraphs:
         return self.buffers.nbytes
 
     def rehearse(self, bucket: int) -> None:
-        """Call a bucket's layers, all rows of which pad unless a pass was placed."""
+        """Call a bucket's layers while all of its rows pad."""
+        self.buffers.pad(bucket)
         for _ in self._call(bucket):
             pass
 

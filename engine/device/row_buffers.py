@@ -16,7 +16,7 @@ _OF_ROWS = ("positions", "seq")
 
 
 class RowBuffers:
-    """Static rows, all of which pad until a pass is placed.
+    """Static rows; all of the largest bucket pad until a pass is placed.
 
     Attributes:
         ids: int64 [N].
@@ -68,8 +68,7 @@ class RowBuffers:
                 shape = (most, -(-max_model_len // block_size // 16) * 16)
             setattr(self, name, torch.zeros(shape, dtype=torch.int32, device=device))
         self._count = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self.positions.copy_(self._count)
-        self.lengths[0] = num_rows
+        self.pad(num_rows)
 
     def most_sequences(self, bucket: int) -> int:
         """Sequences that a bucket has room for, the one that pads not counted."""
@@ -96,6 +95,13 @@ class RowBuffers:
             max_length=bucket,
             max_end=self._max_model_len,
         )
+
+    def pad(self, bucket: int) -> None:
+        """Make all rows of a bucket pad: its sequences end where the bucket does."""
+        for tensor in RowBuffers.tensors(self).values():
+            tensor.zero_()
+        self.positions.copy_(self._count)
+        self.lengths[:1].fill_(bucket)
 
     def place_rows(self, bucket: int, rows: Rows) -> None:
         """Copy a pass in, and make the rest of a bucket pad.

@@ -205,7 +205,12 @@ class TailGraphs:
         self.seals.add("buffers of tails", self._buffers.tensors)
         self.seals.add("kv pool", self._pool.named_tensors)
         graphs = GraphCache(
-            self._body, self._model, self._wanted, self.seals, captures=self._captures
+            self._body,
+            self._model,
+            self._wanted,
+            self.seals,
+            captures=self._captures,
+            pad=self._buffers.pad,
         )
         graphs.build()
         self._graphs = graphs

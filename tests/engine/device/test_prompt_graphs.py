@@ -302,6 +302,45 @@ def test_single_rows_between_layers_disturb_nothing(fast: FastModel) -> None:
     assert graphs.num_replayed == 1
 
 
+def sequences_beyond(model: FastModel) -> list[tuple[int, int]]:
+    """Of buckets that are made ready: rows, and where their sequences end, if that is elsewhere."""
+    seen: list[tuple[int, int]] = []
+    plain = model.ops
+
+    def spy(k_rows: Any, rows: Any, ring: Any, **how: Any) -> None:
+        ends = rows.first + rows.lengths
+        seen.append((rows.num_rows, int(ends.max())))
+        assert int(rows.lengths.sum()) == int(ends.max())
+        plain.store_window(k_rows, rows, ring, **how)
+
+    model.ops = replace(plain, store_window=spy)
+    try:
+        pool = pool_of(model)
+        graphs_of(model, pool)
+        if (tail := tail_of(model.config)) is not None:
+            tails = TailGraphs(
+                model, pool, tail, max_model_len=CONTEXT, buckets=(8, 16), captures=False,
+                warm_rows=60,
+            )  # fmt: skip
+            run_pass(model, pool, [chunk(0, 60, "bounded")], None, tails)
+            tails.build()
+    finally:
+        model.ops = plain
+    assert {rows for rows, _ in seen} >= set(BUCKETS)
+    return [(rows, end) for rows, end in seen if rows != end]
+
+
+def test_rows_that_pad_are_as_many_as_a_bucket_has(
+    fast: FastModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a small bucket is made ready its sequences end in it: kernels go by their lengths."""
+    assert sequences_beyond(fast) == []
+    pad = RowBuffers.pad
+    monkeypatch.setattr(RowBuffers, "pad", lambda self, bucket: pad(self, len(self.ids)))
+
+    assert (8, 64) in sequences_beyond(fast)
+
+
 # ------------------------------------------------------------ gate and seals
 
 
