@@ -2,8 +2,10 @@
 
 Every row's H heads attend one set of keys, which are the values too: the last W positions, as far
 as its sequence's floor allows, and compressed entries, either those of a choice or all that are
-visible. Rows of a *block* (a draft's, model.md 2.11) see all of it and the W positions before it. A sink per head takes probability and gives no value. Queries come raw from their
-projection: head norm (V4) and rotation happen here, and the outputs are rotated back.
+visible. Rows of a *block* (a draft's, model.md 2.11) see all of it and the W positions before it. A
+sink per head takes probability and gives no value. Queries come raw from their projection: head norm
+(V4) and rotation happen here, and the outputs are rotated back. Those of a decode step come ready
+(engine.kernels.inputs): every program of a row would ready them anew.
 
 Where keys lie:
 

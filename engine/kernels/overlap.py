@@ -6,11 +6,13 @@ it has called `await_previous` it must touch nothing that an earlier kernel writ
 so what it does before that is little: index arithmetic, small constants. A kernel that neither
 waits nor lets the next begin is served correctly too: the next simply starts when it has ended.
 
-Measured on an H200, with the whole step at one row: letting the next kernel begin before waiting
+Measured on an H200 with V4-Flash's whole step: at 4 rows overlapping gains 3 %, nearly all of it
+between kernels that are no large products; at 16 rows the products and what lies between them gain
+1.5 %; at 64 attention's kernels lose 1.6 %. At one row, letting the next kernel begin before waiting
 oneself, so that several wait in a row, costs 9 %; fetching the first tiles of a product's weights
 into the level-2 cache while it waits costs 2.5 % (an SM reads what was fetched for it 15 % faster
-than from memory, and what is on the critical path queues behind it). Only the small matrices of
-engine.kernels.mhc are fetched ahead.
+than from memory, and what is on the critical path queues behind it). Fetched ahead are only the
+small matrices of engine.kernels.mhc and a router's gate.
 """
 
 from __future__ import annotations
