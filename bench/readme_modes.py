@@ -174,7 +174,18 @@ def _paged(read: Read) -> list[str]:
         text = f"{speed:.0f}" if near is None else met(f"{speed:.0f}", speed >= near)
         ratio = met(f"{over:.2f}x", over <= 1.15)
         lines.append(f"| {row['hit_rate']:.3f} | {text} | {near or ''} | {ratio} |")
-    return lines
+    four = _to_formula([r for r in found if r["bench"] == "paged" and r["batch"] == 4])
+    return [*lines, "", f"Four sequences at once: {four}."] if four else lines
+
+
+def _to_formula(rows: list[Row]) -> str:
+    """Tokens per second by hit rate, and what they are of the formula's time."""
+    return "; ".join(
+        f"h {r['hit_rate']:.3f}: {r['tok_s']:.0f} ("
+        + met(f"{r['over_formula']:.2f}x", r["over_formula"] <= 1.15)
+        + ")"
+        for r in rows
+    )
 
 
 def _other_ways(read: Read) -> list[str]:
@@ -202,12 +213,7 @@ def _in_fp8(read: Read) -> list[str]:
     rows = [r for r in read("gpu-paged-qwen-fp8") if r["trace"] != "reuse 1.0"]
     if not rows:
         return []
-    text = "; ".join(
-        f"h {r['hit_rate']:.3f}: {r['tok_s']:.0f} ("
-        + met(f"{r['over_formula']:.2f}x", r["over_formula"] <= 1.15)
-        + ")"
-        for r in rows
-    )
+    text = _to_formula(rows)
     return [f"The same with experts in FP8, tokens per second (to the formula): {text}."]
 
 

@@ -163,6 +163,7 @@ def text(of: dict[str, list[Row]]) -> str:
         "tokens per second by slots: K 40: 60 at h 0.800.",
         "544 ms, **1.01x** of the longer of copying (538 ms) and computing (249 ms), target 1.1x.",
         "Prefetch at reuse 0.9, tokens per second to those without: 0.40x with 80 % right guesses.",
+        "Four sequences at once: h 0.950: 7 (**1.00x**).",
         "within 80 GB of the GPU, tokens per second: 71 at h 0.899; ready in 15 s, 3.8 GB/s pinned",
         "256 tokens: 95 tokens per second as the client sees them, at h 0.900;",
         "off the GPU: 99 tokens per second at a hit rate of 0.900 (target 100); ready in 15 s",

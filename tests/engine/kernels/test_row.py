@@ -142,7 +142,7 @@ def test_missing_experts_are_read_from_the_host_and_left_in_their_slots(
     nobody = Missing(*stacks(store), numbers([-1] * 3))
     wanted = experts_row(x, routing, *stacks(full), limit=1.0, missing=nobody)
     resident = experts_row(x, routing, *stacks(full), limit=1.0)
-    torch.testing.assert_close(wanted, resident, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(wanted, resident, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     origins = numbers([e if place in absent else -1 for place, e in enumerate(experts)])
     missing = dataclasses.replace(nobody, origins=origins)
     found = experts_row(x, routing, *stacks(table), limit=1.0, missing=missing)
