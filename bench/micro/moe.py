@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.micro.timing import BANDWIDTH, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
 from engine.kernels.moe import moe_torch, moe_triton
-from engine.kernels.moe_decode import Layout, layout_of, stream_experts
+from engine.kernels.moe_decode import LAYOUT, Layout, stream_experts
 from engine.kernels.router import Routing, group_torch, route_triton
 from engine.kernels.rows import Rows
 
@@ -26,7 +26,7 @@ LIMIT = 10.0
 #: d, I, experts, side of the shared expert's scale blocks.
 SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
 #: Layouts to compare.
-LAYOUTS = [Layout(1, 4, ahead=True), Layout(2, 2), Layout(4, 1)]
+LAYOUTS = [LAYOUT, Layout(2, 2, 4, 1, warps=4), Layout(1, 4)]
 
 
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
@@ -141,7 +141,7 @@ def main() -> None:
     for name in SHAPES:
         layer = Layer(name)
         for rows in (1, 4, 16, 64):
-            decode(layer, name, rows, [layout_of(rows)] if quick else LAYOUTS)
+            decode(layer, name, rows, [LAYOUT] if quick else LAYOUTS)
         del layer
     for rows in (1, 64, 8192):
         routes(rows)

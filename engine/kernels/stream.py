@@ -44,10 +44,18 @@ _MMA = tl.constexpr(
 
 
 @triton.jit
-def load16(pointer, use):
-    """Read four int32 from `pointer` (to int32, at 16 bytes), zeros where not `use`."""
+def load16(pointer, use, ONCE: tl.constexpr = False):
+    """Read four int32 from `pointer` (to int32, at 16 bytes), zeros where not `use`.
+
+    ONCE: whether nobody will read them again.
+    """
     NT: tl.constexpr = pointer.shape[0]
-    words = tl.load(pointer[:, None] + tl.arange(0, 4)[None, :], mask=use[:, None], other=0)
+    words = tl.load(
+        pointer[:, None] + tl.arange(0, 4)[None, :],
+        mask=use[:, None],
+        other=0,
+        eviction_policy="evict_first" if ONCE else "",
+    )
     even, odd = tl.split(tl.reshape(words, (NT, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)

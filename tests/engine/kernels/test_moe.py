@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.moe import moe_torch, moe_triton
-from engine.kernels.moe_decode import can_stream, stream_experts
+from engine.kernels.moe_decode import Layout, can_stream, stream_experts
 from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
@@ -143,6 +143,7 @@ def test_stream_equals_twin(
         matrix("fp8", d, inner, block=block, seed=3),
     )
     assert can_stream(x, w13, w2, *shared)
+    assert not can_stream(x, w13, matrix("plain", experts, d, inner))
     want = moe_torch(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
     got = stream_experts(x, r, w13, w2, *shared, limit=LIMIT, act_group=group)
     # Sums in another order may round hidden values to neighbours, 2**-4 apart in e4m3.
@@ -156,6 +157,51 @@ def test_stream_equals_twin(
         alone = stream_experts(x, r, w13, w2, None, None, limit=LIMIT, act_group=group)
         assert torch.equal(alone[:, :k], got[:, :k]), "two runs differ"
         assert (alone[:, k] == 0).all()
+
+
+# Programs of several warps, and shares that make part of a rounded group, one and several.
+LAID_OUT = [Layout(1, 1, 1, 1, warps=2), Layout(4, 1, 2, 1), Layout(2, 1, 4, 1, warps=2)]
+
+
+@pytest.mark.parametrize("layout", LAID_OUT, ids=str)
+def test_layouts_change_nothing(layout: Layout) -> None:
+    """The results depend on how the products are laid out on the device."""
+    d, inner, rows = (1024, 512, 23) if GPU else (128, 64, 3)
+    x, r = inputs(rows, d), routing(rows, 2, 3)
+    args = (
+        matrix("fp4", 3, 2 * inner, d),
+        matrix("fp4", 3, d, inner, seed=1) if inner % 128 == 0 else matrix("fp8", 3, d, inner),
+        matrix("fp8", 2 * inner, d, block=32, seed=2),
+        matrix("fp8", d, inner, block=32, seed=3),
+    )
+    if inner % 128:  # both products of a kind are of one format
+        args = (matrix("fp8", 3, 2 * inner, d), *args[1:])
+    got = stream_experts(x, r, *args, limit=LIMIT, act_group=32, layout=layout)
+    close(got, moe_torch(x, r, *args, limit=LIMIT, act_group=32), 2e-2)
+    want = stream_experts(x, r, *args, limit=LIMIT, act_group=32)
+    # Sums of a row are the same in any layout.
+    assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_passes_follow_each_other() -> None:
+    """What a pass leaves in the counters changes a later one."""
+    d, inner, experts, k = 1024, 512, 32, 4
+    w13, w2 = matrix("fp4", experts, 2 * inner, d), matrix("fp4", experts, d, inner, seed=1)
+    shared = matrix("fp8", 2 * inner, d, seed=2), matrix("fp8", d, inner, seed=3)
+    passes = []
+    for seed, rows in enumerate([1, 64, 3, 128, 2, 17, 1, 1, 40, 64]):
+        none = tuple(range(rows)) if seed == 6 else ()
+        x, r = inputs(rows, d), routing(rows, k, experts, none=none, seed=seed)
+        args = x, r, w13, w2, *shared
+        want = moe_torch(*args, limit=LIMIT, act_group=128)
+        got = stream_experts(*args, limit=LIMIT, act_group=128)
+        close(got, want, 2e-2)
+        passes.append((args, got))
+    for _ in range(20):
+        for args, got in passes:
+            again = stream_experts(*args, limit=LIMIT, act_group=128)
+            assert torch.equal(again, got)
 
 
 # rows, d, I, experts, k, act_group, fp8 block, routed format, type of x
