@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -29,8 +30,20 @@ if TYPE_CHECKING:
 #: One expert's matrices, on the host.
 Read = Callable[[int], tuple[Matrix, ...]]
 
-# One thread for all layers: a disk gains little from more, and reads stay in the order of need.
-_READER = ThreadPoolExecutor(1, thread_name_prefix="bathyal-experts")
+#: What reads for all layers, while one of them is there.
+_shared: WeakValueDictionary[str, ThreadPoolExecutor] = WeakValueDictionary()
+
+
+def _reader() -> ThreadPoolExecutor:
+    """Give one thread for all layers, which ends with the last of them.
+
+    A disk gains little from more, and reads stay in the order of need.
+    """
+    found = _shared.get("reader")
+    if found is None:
+        found = ThreadPoolExecutor(1, thread_name_prefix="bathyal-experts")
+        _shared["reader"] = found
+    return found
 
 
 @dataclass(slots=True)
@@ -73,6 +86,7 @@ class HostCache:
         self._buffer = HostBuffer(rows * layout.nbytes, pin=pin)
         self.table = self._buffer.tensor.view(rows, layout.nbytes)
         self._residency = Residency(count, rows)
+        self._reader = _reader()
         self._coming: dict[int, Future[None]] = {}
         self._busy: dict[int, Any] = {}  # row -> event after which nobody copies from it
         self.figures = DiskFigures()
@@ -141,7 +155,7 @@ class HostCache:
                 raise RuntimeError(f"host row {row} does not hold the bytes of expert {expert}")
 
     def _start(self, expert: int, row: int) -> None:
-        self._coming[expert] = _READER.submit(self._fill, expert, row)
+        self._coming[expert] = self._reader.submit(self._fill, expert, row)
 
     def _fill(self, expert: int, row: int) -> None:
         """Read one expert; in the reading thread, which does one after the other."""

@@ -115,6 +115,8 @@ class Placement:
         if self._left > 0:
             make = partial(HostBuffer, nbytes, pin=self._pin)
             self._next = nbytes, self._pinner.submit(make)
+        else:
+            self._pinner.shutdown(wait=False)
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from concurrent.futures import Future
@@ -96,6 +97,25 @@ def test_faults_are_seen(fault) -> None:  # type: ignore[no-untyped-def]
         x, how = routing(table, 4, seed)
         differs.append(not torch.equal(run(other, x, how), run(resident, x, how)))
     assert any(differs)
+
+
+def test_the_thread_that_reads_ends_with_the_last_layer() -> None:
+    """Layers share one; a process that serves another model keeps none of it."""
+    one, other = on_disk("plain", 2, 3), on_disk("plain", 2, 3)
+    assert one.cache is not None
+    assert other.cache is not None
+    one.cache.want([5])
+    one.cache.rows([5])
+    other.cache.want([6])
+    other.cache.rows([6])
+    (thread,) = one.cache._reader._threads
+    assert thread in other.cache._reader._threads
+    del one
+    assert thread.is_alive()
+    del other
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_a_read_that_fails_is_tried_again() -> None:
