@@ -53,15 +53,9 @@ def _loads(places, apart, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def _begin(
-    fn,
-    first,
-    share,
-    D,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    SLOTS: tl.constexpr,
+    fn, first, share, D, S: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Have this program's share of fn fetched, then wait for the kernel before."""
     if OVERLAP and M > 0:
         slot = tl.minimum(tl.arange(0, SLOTS), M - 1)
@@ -278,17 +272,9 @@ def _totals(sums, t, T, SLOTS: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _logits(
-    sums,
-    base,
-    t,
-    T,
-    D,
-    eps,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    SLOTS: tl.constexpr,
+    sums, base, t, T, D, eps, S: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
-):
+):  # fmt: skip
     """Mixing logits of rows t [R] in slots 0 .. M - 1 of [R, SLOTS]."""
     slot = tl.arange(0, SLOTS)
     totals = _totals(sums, t, T, SLOTS, SPLITS)
