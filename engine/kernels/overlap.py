@@ -21,9 +21,9 @@ import functools
 
 import torch
 
-from engine.kernels.triton_compat import INTERPRETED, tl, triton
+from engine.kernels.triton_compat import INTERPRETED, TRITON, tl, triton
 
-if not INTERPRETED:
+if TRITON and not INTERPRETED:
     from triton.language.extra import cuda
 else:
     cuda = None
