@@ -18,3 +18,8 @@ def spread(value: Row, digits: int = 2) -> str:
 def met(text: str, is_met: bool) -> str:
     """A figure, bold where its target is met."""
     return f"**{text}**" if is_met else text
+
+
+def taken(row: Row, first: Row) -> str:
+    """At which commit a figure was taken, where a table's other figures are of another one."""
+    return "" if row.get("commit") == first.get("commit") else f", at {row['commit']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.readme_cells import Read, Row, met, spread
+from bench.readme_cells import Read, Row, met, spread, taken
 from bench.readme_modes import modes
 
 #: batch -> milliseconds a step: issue 5's target, and vLLM 0.26.0 on the same kind of machine.
@@ -59,7 +59,7 @@ def _engine(read: Read, shape: str) -> list[str]:
     if not steps:
         return []
     device = {
-        r["batch"]: r["ms_step"]["median"]
+        r["batch"]: r
         for r in read(f"gpu-step-{shape}")
         if r["bench"] == "step" and r["prompt_tokens"] == 256
     }
@@ -79,7 +79,9 @@ def _engine(read: Read, shape: str) -> list[str]:
             row = steps[batch]
             text = met(spread(row["ms_step"]), row["ms_step"]["median"] <= target)
             if batch in device:
-                text += f" [{device[batch]:.2f}]"
+                alone = device[batch]
+                text += f" [{alone['ms_step']['median']:.2f}{taken(alone, row)}]"
+            text += taken(row, rows[0])
             share = met(
                 f"{100 * row['bound_share']:.0f} %",
                 not is_v4 and batch == 1 and row["bound_share"] >= V41_SHARE,
@@ -100,6 +102,8 @@ def _prompts_file(read: Read, shape: str) -> str:
 def _prompts(read: Read, shape: str) -> list[str]:
     """First tokens, cached turns, and streams beside a prompt."""
     rows = read(_prompts_file(read, shape))
+    if not rows:
+        return []
     cached = [r for r in read(f"gpu-engine-{shape}") if r["bench"] == "cached"]
     firsts = {r["prompt_tokens"]: r for r in rows if r["bench"] == "ttft"}
     is_v4 = shape.startswith("v4-")
@@ -110,7 +114,7 @@ def _prompts(read: Read, shape: str) -> list[str]:
             text = met(spread(first, 0), first["median"] <= target)
             tail = f" {target} |" if is_v4 else ""
             body.append(f"| first token of {length} tokens, ms | {text} | {target} |{tail}")
-    body += [*_cached(cached, is_v4), *_beside(rows, is_v4)]
+    body += [*_cached(cached, rows[0], is_v4), *_beside(rows, is_v4)]
     if not body:
         return []
     head = "| measured | target |" + (" vLLM 0.26.0 |" if is_v4 else "")
@@ -129,8 +133,8 @@ def _long(rows: list[Row], steps: dict[int, Row], is_v4: bool) -> list[str]:
     for row in rows:
         if row["bench"] == "decode" and row["prompt_tokens"] > 128:
             step, batch = row["ms_step"]["median"], row["batch"]
-            text, target = f"{step:.2f}", ""
-            if batch == 1 and 1 in steps:
+            text, target = f"{step:.2f}{taken(row, rows[0])}", ""
+            if batch == 1 and 1 in steps and not taken(row, steps[1]):
                 ratio = step / steps[1]["ms_step"]["median"]
                 text, target = met(f"{step:.2f} ({ratio:.2f}x)", ratio <= LONG), f"{LONG}x"
             lines.append(
@@ -140,10 +144,10 @@ def _long(rows: list[Row], steps: dict[int, Row], is_v4: bool) -> list[str]:
     return lines
 
 
-def _cached(rows: list[Row], is_v4: bool) -> list[str]:
+def _cached(rows: list[Row], first: Row, is_v4: bool) -> list[str]:
     return [
         f"| first token after {r['cached_tokens']} cached and {r['new_prompt_tokens']} new tokens, ms | "
-        f"{met(spread(r['ttft_ms'], 0), r['ttft_ms']['median'] <= CACHED)} | {CACHED} |"
+        f"{met(spread(r['ttft_ms'], 0), r['ttft_ms']['median'] <= CACHED)}{taken(r, first)} | {CACHED} |"
         + (" |" if is_v4 else "")
         for r in rows
         if r["bench"] == "cached"
@@ -157,8 +161,8 @@ def _beside(rows: list[Row], is_v4: bool) -> list[str]:
             ratio = r["itl_p99_over_median_alone"]
             text = met(f"{r['itl_p99_ms']:.1f} ({ratio:.2f}x)", ratio <= BESIDE)
             lines.append(
-                f"| p99 between tokens of {r['batch']} streams beside a prompt of {r['prompt_tokens']}, whose "
-                f"first token takes {r['ttft_ms']:.0f} ms; ms (to the median alone) | {text} | {BESIDE:.0f}x |"
+                f"| p99 between tokens of {r['batch']} streams beside a prompt of {r['prompt_tokens']}, of which "
+                f"{r['mixed']} rows at a time, whose first token takes {r['ttft_ms']:.0f} ms; ms (to the median alone) | {text} | {BESIDE:.0f}x |"
                 + (" |" if is_v4 else "")
             )
     return lines
@@ -179,7 +183,7 @@ def _load(rows: list[Row]) -> list[str]:
             found.append(
                 f"{r['batch']} requests of mixed length, {r['aborted']} of them aborted at random moments: "
                 f"{text}. Memory: {r['peak_gb']:.1f} GB at most, planned {r['planned_gb']:.1f} GB "
-                f"({memory})."
+                f"({memory}){taken(r, rows[0])}."
             )
     return found
 

@@ -36,7 +36,7 @@ def rows() -> dict[str, list[Row]]:
             {"bench": "ttft", "prompt_tokens": 8192, "ttft_ms": spread(120.0)},
             {"bench": "cached", "cached_tokens": 65536, "new_prompt_tokens": 500,
              "ttft_ms": spread(61.0)},
-            {"bench": "beside", "batch": 8, "prompt_tokens": 32768, "itl_p99_ms": 9.0,
+            {"bench": "beside", "batch": 8, "prompt_tokens": 32768, "mixed": 1024, "itl_p99_ms": 9.0,
              "itl_p99_over_median_alone": 2.9, "ttft_ms": 1500.0},
             {"bench": "load", "batch": 1000, "aborted": 50, "lost": 0, "blocks_held_at_the_end": 0,
              "late_kernels": [], "peak_gb": 30.0, "planned_gb": 31.0, "peak_over_planned": 0.968},
@@ -189,6 +189,21 @@ def test_prompts_have_a_file_of_their_own() -> None:
     assert "**120" not in shown
     assert "61 (60-62)" in shown
     assert "own True" in shown
+
+
+def test_figures_of_another_commit_say_so() -> None:
+    """What was taken at another commit than its table says at which, and is no part of a ratio."""
+    found = rows()
+    for row in [*found["gpu-engine-v4-flash-8l"], *found["gpu-step-v4-flash-8l"]]:
+        row["commit"] = (
+            "older" if row.get("batch") == 64 or row.get("prompt_tokens", 0) > 128 else "newer"
+        )
+
+    shown = text(found)
+
+    assert "| step at batch 64, ms | 8.00 (7.92-8.08), at older | 7.00 |" in shown
+    assert "| step at batch 1, 65536 tokens of context, ms | 1.50, at older |" in shown
+    assert "| step at batch 4, ms | 1.85 (1.83-1.87) |" in shown
 
 
 @pytest.mark.parametrize("name", rows())
