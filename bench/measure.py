@@ -94,7 +94,7 @@ JOBS = (
     Job(
         "engine-v4",
         engine("v4-flash-8l", "decode,cached,long,load", "gpu-engine-v4-flash-8l"),
-        180,
+        240,
     ),
     Job(
         "prompts-v4",
@@ -144,7 +144,7 @@ JOBS = (
         "replay-many-128",
         "bench.replay --geometry v41-40l --what many --many 16x32768x128x1 --prefill off,bounded"
         " --tail-buckets 128 --context 33280 --out gpu-replay-v41-40l-many-128",
-        180,
+        270,
     ),
     Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
