@@ -219,12 +219,18 @@ class PagedExperts:
             through = _is_row(ops, x, self.w13, self.w2, shared13, act_group)
             if not through:
                 self._bring_in(ops)
-            if meanwhile is not None:
-                meanwhile()
-            if through:
-                first, second = self._stored
-                missing = Missing(first, second, origins)
-                return experts_row(x, named, self.w13, self.w2, limit=limit, missing=missing)
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+                if through:
+                    first, second = self._stored
+                    missing = Missing(first, second, origins)
+                    return experts_row(x, named, self.w13, self.w2, limit=limit, missing=missing)
+            except BaseException:
+                # Whatever ends the pass, the tables say what the slots hold.
+                if through:
+                    self._bring_in(ops)
+                raise
             w13, w2, named = unfold(self.w13, self.w2, named, x.dtype)
             shared = shared13, shared2
             return _at_once(ops, x, named, w13, w2, shared, limit=limit, act_group=act_group)
