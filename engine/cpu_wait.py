@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-#: Turns of a waiting loop before a thread sleeps. OpenMP's own 300,000 take milliseconds. Two threads
-#: on two cores, 16 rows through sixteen 2048 x 2048 products: 29 ms with either where the cores are
-#: free; beside three busy processes 1,100 to 1,560 ms with 300,000, 400 to 430 ms with 20,000. Fewer
-#: turns help more there (1,000: 55 to 136 ms), but then short products of free cores begin with a
-#: thread to be woken: a step of the checkpoint that ships takes a third longer.
+#: Turns of a waiting loop before a thread sleeps; OpenMP's own 300,000 take milliseconds. Two threads
+#: on two cores, 16 rows through sixteen 2048 x 2048 products: beside three busy processes 1,100 to
+#: 1,560 ms with 300,000, 400 to 430 ms with 20,000. On free cores 300,000 took 29 ms, 10,000 took 31.
+#: Fewer turns help more beside others (1,000: 55 to 136 ms), but then short products of free cores
+#: begin with a thread to be woken: a step of the checkpoint that ships takes a third longer.
 SPIN_TURNS = 20_000
 
 
