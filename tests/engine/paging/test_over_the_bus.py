@@ -70,10 +70,12 @@ def test_a_row_that_fails_leaves_no_slot_without_its_expert(
     x, how = next(
         found for found in (drawn(1, seed) for seed in range(99)) if found[1].experts.min() >= TOP_K
     )
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="a planted fault"):
+    meanwhile = fails if where == "meanwhile" else None
+    with monkeypatch.context() as patch:
         if where == "products":
             patch.setattr(module, "experts_row", fails)
-        run(paged, x, how, meanwhile=fails if where == "meanwhile" else None)
+        with pytest.raises(MemoryError, match="a planted fault"):
+            run(paged, x, how, meanwhile=meanwhile)
     assert sorted(paged.read_residency().slot_expert) == sorted(how.experts[0].tolist())
     paged.check_integrity()
     torch.testing.assert_close(run(paged, x, how), run(resident, x, how), atol=1e-2, rtol=1e-2)
