@@ -40,6 +40,7 @@ from parsers.tags import Reading, read_closer, read_opener
 
 _TRIGGER = re.compile(f"[{MARK}{THINK_END}]|[|｜]DSML[|｜]")
 _TICKS = re.compile("`+")
+_ANGLE_BEGUN = re.compile(r"</?｜?\Z")
 
 
 class DsmlParser:
@@ -108,9 +109,14 @@ class DsmlParser:
         self._tried = 0
         return raw
 
+    @property
+    def _closing(self) -> bool:
+        """Whether the tag at the head of the buffer is a closing one."""
+        return self._buffer.startswith("</")
+
     def _read_tag(self, size: int, final: bool) -> Reading:
         """Read the tag at the head of the buffer, after its ``<M`` or ``</M``."""
-        if size == 3:
+        if self._closing:
             return read_closer(self._buffer, size, final=final)
         tag = read_opener(self._buffer, size, final=final, tried=self._tried)
         self._tried = len(self._buffer) if tag == "more" else 0
@@ -141,7 +147,7 @@ class DsmlParser:
         return self._tag_outside(size, final)
 
     def _tag_outside(self, size: int, final: bool) -> bool:
-        closing = size == 3
+        closing = self._closing
         tag = self._read_tag(size, final)
         if tag == "more":
             return False
@@ -172,7 +178,7 @@ class DsmlParser:
         size = self._noise_before_mark(final)
         if size == 0:
             return False
-        closing = size == 3
+        closing = self._closing
         tag = self._read_tag(size, final)
         if tag == "more":
             return False
@@ -193,7 +199,7 @@ class DsmlParser:
         size = self._noise_before_mark(final)
         if size == 0:
             return False
-        closing = size == 3
+        closing = self._closing
         tag = self._read_tag(size, final)
         if tag == "more":
             return False
@@ -204,7 +210,10 @@ class DsmlParser:
             self._state = self._block
         elif not closing and tag.kind == "parameter":
             self._out.append(ParamOpened(self._take(tag.end), tag.name, tag.string))
-            self._state = self._value
+            if tag.empty:
+                self._out.append(ParamClosed(""))
+            else:
+                self._state = self._value
         elif tag.kind in ("invoke", "block"):  # the block's handler reads it again
             self._out.append(InvokeClosed("", complete=True))
             self._state = self._block
@@ -221,12 +230,13 @@ class DsmlParser:
             if end:
                 self._out.append(ParamText(self._take(end)))
             return False
-        if self._buffer[max(0, at - 2) : at] != "</":
+        before = _angle(self._buffer, at)
+        if not self._buffer.startswith("</", before):
             self._out.append(ParamText(self._take(at + 1)))
             return True
-        if at > 2:
-            self._out.append(ParamText(self._take(at - 2)))
-        tag = read_closer(self._buffer, 3, final=final)
+        if before:
+            self._out.append(ParamText(self._take(before)))
+        tag = read_closer(self._buffer, at + 1 - before, final=final)
         if not isinstance(tag, tuple):
             return False
         if tag.kind in ("invoke", "block"):
@@ -277,14 +287,17 @@ class DsmlParser:
 
 
 def _angle(text: str, at: int) -> int:
-    """Return where the ``<`` or ``</`` right before ``at`` begins; ``at`` where there is none."""
-    if text.startswith("</", at - 2) and at >= 2:
-        return at - 2
-    return at - 1 if at >= 1 and text[at - 1] == "<" else at
+    """Return where the ``<`` or ``</`` before a marker at ``at`` begins; ``at`` where there is none.
+
+    A bar may stand between: models double the marker's bars now and then.
+    """
+    end = at - 1 if at and text[at - 1] == "｜" else at
+    if text.startswith("</", end - 2) and end >= 2:
+        return end - 2
+    return end - 1 if end >= 1 and text[end - 1] == "<" else at
 
 
 def _angle_held(text: str) -> int:
     """Return how much of the end may be the beginning of a tag."""
-    if text.endswith("</"):
-        return 2
-    return 1 if text.endswith("<") else 0
+    found = _ANGLE_BEGUN.search(text, max(0, len(text) - 3))
+    return 0 if found is None else len(found[0])

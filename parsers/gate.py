@@ -93,6 +93,7 @@ class ToolGate:
         self._answer = None if wanted is None else JsonAnswer(wanted, policy, sink, self.report)
         self._call: Invoke | None = None
         self._noise = ""  # of the block, between its calls
+        self._invoked = False  # the block holds a call
         self._doubted: list[Event] | None = None
         self._finish: Finish = "stop"
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -271,9 +272,12 @@ class ToolGate:
     def _on_block_closed(self, event: BlockClosed) -> None:
         self._sink.drop(len(event.raw))
         noise, self._noise = self._noise, ""
+        invoked, self._invoked = self._invoked, False
         if not event.complete and MARK in noise:  # cut inside an opening tag
             if self._finish == "stop":
                 self._withhold(None, "unclosed_call", noise)
+        elif noise.strip() and not (invoked or self._choice.forced) and self._finish == "stop":
+            self._withhold(None, "malformed_call", noise)  # something was to be called
         elif noise.strip():
             self.report.lose(quote(noise))
 
@@ -284,6 +288,7 @@ class ToolGate:
         if name is not None and quote(name) != name:
             name = None  # no tool is called like a marker
         tool = -1 if name is None else self._tools.index(name)
+        self._invoked = True
         self._call = Invoke(
             name or "",
             tool,

@@ -15,22 +15,32 @@ LONGEST_TAG = 512
 
 
 class Tag(NamedTuple):
-    """A tag: ``end`` is the index after it; name and string are an opener's attributes."""
+    """A tag: ``end`` is the index after it; name and string are an opener's attributes.
+
+    ``empty`` says that the tag closes itself.
+    """
 
     kind: str
     end: int
     name: str | None = None
     string: bool | None = None
+    empty: bool = False
 
 
 Reading = Tag | Literal["more", "none"]
 """A tag, or that its end has not come yet, or that this is no tag."""
 
-_WORD = re.compile(r"\s{0,2}([A-Za-z_]*)")
-_CLOSER = re.compile(r"\s{0,2}([A-Za-z_]*)(\s*>)?")
+# Models double the bars around the marker now and then, so one more may follow it.
+_WORD = re.compile(r"｜?\s{0,2}([A-Za-z_]*)")
+_CLOSER = re.compile(r"｜?\s{0,2}([A-Za-z_]*)(\s*>)?")
 _ATTRIBUTES = re.compile(r"\s*(?:>|[A-Za-z_]+\s*(?:=|\Z)|\Z)")
-_STOP = re.compile(f"</?{MARK}|[{MARK}{THINK_END}]")
+_STOP = re.compile(f"</?｜?{MARK}|[{MARK}{THINK_END}]")
+_STOP_BEGUN = re.compile("</?｜?")
+_TYPOGRAPHIC = str.maketrans(
+    dict.fromkeys("\u201c\u201d\u201e\u201f", '"') | dict.fromkeys("\u2018\u2019\u201a\u201b", "'")
+)
 
+_ATTRIBUTE = re.compile(r"""\s+([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
 _ATTRIBUTE_LIST = re.compile(r"""(?:\s+[\w-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'>]+))*\s*""")
 _BEFORE = r"""(?:[^"'>]|"[^"]*"|'[^']*')*?\bname\s*=\s*"""
 _INVOKE = (
@@ -87,9 +97,12 @@ def read_opener(text: str, start: int, *, final: bool, tried: int = 0) -> Readin
         return "none"
     if kind == "block":
         rest = text[word.end() :].lstrip()
-        if not rest and not final:
+        if not final and (not rest or _STOP_BEGUN.fullmatch(rest)):
             return "more"
-        return Tag(kind, text.index(">", word.end()) + 1) if rest.startswith(">") else "none"
+        at = len(text) - len(rest)
+        if rest.startswith(">"):
+            return Tag(kind, at + 1)
+        return Tag(kind, at) if _STOP.match(rest) else "none"  # its ">" forgotten
     if _ATTRIBUTES.match(text, word.end()) is None:
         return "none"
     return _read_attributes(kind, text, word.end(), final=final, tried=tried)
@@ -106,6 +119,10 @@ def _read_attributes(kind: str, text: str, start: int, *, final: bool, tried: in
         close = text.find(">", close + 1, limit)
     if limit == len(text) and not final:
         return "more"
+    if stop and limit == stop.start() and _ATTRIBUTE_LIST.fullmatch(text, start, limit):
+        tag = _complete(kind, text[start:limit], limit)  # its ">" forgotten: the next tag begins
+        if tag is not None:
+            return tag
     # It will never make sense: a tag without a readable name up to its first ">", or no tag.
     first = text.find(">", start, limit)
     return Tag(kind, first + 1) if first >= 0 else "none"
@@ -113,12 +130,36 @@ def _read_attributes(kind: str, text: str, start: int, *, final: bool, tried: in
 
 def _complete(kind: str, attributes: str, end: int) -> Tag | None:
     """Return the tag, if what stands before a ``>`` is all of it."""
+    if '"' not in attributes and "'" not in attributes:
+        attributes = attributes.translate(_TYPOGRAPHIC)
+    bare = attributes.rstrip()
+    empty = bare.endswith(('"/', "'/", " /"))
+    if empty:
+        attributes = bare[:-1]
+    said = _listed(attributes)
+    if said is not None and len(said) > 2 and said.keys() >= {"name", "string"}:
+        return Tag(kind, end, said["name"], _truth(said["string"]), empty)
     for form in _FORMS[kind]:
         if found := form.fullmatch(attributes):
-            said = found.groupdict()
-            return Tag(kind, end, said["name"], _STRING.get((said.get("string") or "").lower()))
-    # Whole attributes, but no name among them: the tag ends all the same.
-    return Tag(kind, end) if _ATTRIBUTE_LIST.fullmatch(attributes) else None
+            parts = found.groupdict()
+            return Tag(kind, end, parts["name"], _truth(parts.get("string")), empty)
+    if said is None:
+        return None
+    # Whole attributes, a name among others or none at all: the tag ends all the same.
+    return Tag(kind, end, said.get("name"), _truth(said.get("string")), empty)
+
+
+def _listed(attributes: str) -> dict[str, str] | None:
+    """Read attributes that are spelled as such, each of them once."""
+    if _ATTRIBUTE_LIST.fullmatch(attributes) is None:
+        return None
+    found = [(name, "".join(value)) for name, *value in _ATTRIBUTE.findall(attributes)]
+    said = dict(found)
+    return said if len(said) == len(found) else None
+
+
+def _truth(said: str | None) -> bool | None:
+    return _STRING.get((said or "").lower())
 
 
 def _kind(word: str) -> str:

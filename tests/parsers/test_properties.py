@@ -56,6 +56,9 @@ PIECES = [
     ],
     *[f'<{M}parameter name="a">', f'<{M}parameter string="true" name="o">', f"</{M}parameter>\n"],
     *[f"<{M}foo>", f"</{M}foo>", f"<{M}", f"</{M}", "<｜end▁of▁sentence｜>", "END"],
+    *["<｜", "</｜", f"<｜{M}｜tool_calls>\n", f"</｜{M}｜parameter>", f"<｜{M}invoke name=“f”>"],
+    *[f"<{M}tool_calls\n", f'<{M}invoke name="f"\n', f'<{M}parameter name="a" string="true"/>'],
+    f'<{M}parameter name="n" type="integer" string="false">',
     f'<{M}tool_calls>\n<{M}invoke name="f">\n<{M}parameter name="a" string="true">x</{M}parameter>\n'
     f"</{M}invoke>\n</{M}tool_calls>",
 ]
