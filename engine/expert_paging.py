@@ -6,7 +6,7 @@ engine.model.placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,35 +63,76 @@ class Paging:
         slots: layer -> K of each paged layer; the others are wholly on the device.
         experts: of the model.
         host_bytes: most host memory of all of them; None for no limit.
+        pins: layer -> experts that lie in slots for ever and nowhere else; none where it has no entry.
     """
 
     slots: dict[int, int]
     experts: Experts
     host_bytes: int | None
+    pins: dict[int, tuple[int, ...]]
+
+    @property
+    def rooms(self) -> dict[int, int]:
+        """Slots of each paged layer that pinned experts leave to the others."""
+        return {layer: k - len(self.pins.get(layer, ())) for layer, k in self.slots.items()}
+
+    @property
+    def _needs(self) -> dict[int, int]:
+        """Experts of each paged layer that are not pinned."""
+        e = self.experts.count
+        return {layer: e - len(self.pins.get(layer, ())) for layer in self.slots}
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of them that the host holds."""
-        return len(self.slots) * self.host_rows * self.experts.nbytes
+        return sum(self.host_rows.values()) * self.experts.nbytes
 
     @property
-    def host_rows(self) -> int:
-        """Experts of each paged layer that the host holds; E unless the budget is smaller."""
-        if self.host_bytes is None or not self.slots:
-            return self.experts.count
-        return min(self.experts.count, self.host_bytes // (len(self.slots) * self.experts.nbytes))
+    def host_rows(self) -> dict[int, int]:
+        """Experts of each paged layer that the host holds; all unpinned unless the budget is smaller."""
+        return host_rows(self.host_bytes, self.experts.nbytes, self._needs)
 
     @property
     def uses_disk(self) -> bool:
         """Whether some experts are in the checkpoint's files alone."""
-        return self.host_rows < self.experts.count
+        return self.host_rows != self._needs
 
     @property
     def most_captured_rows(self) -> int | None:
         """Rows of the largest decode step that can be captured; None where nothing is paged."""
         if not self.slots:
             return None
-        return 0 if self.uses_disk else min(self.slots.values()) // self.experts.per_row
+        return 0 if self.uses_disk else min(self.rooms.values()) // self.experts.per_row
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlots:
+    """What `expert_slots_file` says of one layer.
+
+    Args:
+        slots: K.
+        pins: experts that lie in slots for ever.
+    """
+
+    slots: int
+    pins: tuple[int, ...] = ()
+
+
+def host_rows(host_bytes: int | None, nbytes: int, needs: Mapping[int, int]) -> dict[int, int]:
+    """Share host memory out among paged layers: all they need, or equal parts.
+
+    Args:
+        host_bytes: for all of them; None for no limit.
+        nbytes: of an expert.
+        needs: layer -> experts that the host is to hold.
+
+    Returns:
+        layer -> experts that it holds.
+    """
+    if host_bytes is None or sum(needs.values()) * nbytes <= host_bytes:
+        return dict(needs)
+    each = host_bytes // (len(needs) * nbytes)
+    return {layer: min(need, each) for layer, need in needs.items()}
 
 
 def experts_of(config: AnyConfig, itemsize: int) -> Experts:
@@ -146,17 +187,21 @@ def paging_of(config: AnyConfig, options: EngineConfig, itemsize: int) -> Paging
         itemsize: bytes of an element that is not packed.
     """
     experts = experts_of(config, itemsize)
+    pins: dict[int, tuple[int, ...]] = {}
     if options.expert_slots_file is not None:
-        numbers = _read(options.expert_slots_file)
-        slots = dict(enumerate(numbers if isinstance(numbers, list) else []))
+        read = _read(options.expert_slots_file)
+        lines = read if isinstance(read, list) else []
+        slots = {layer: line.slots for layer, line in enumerate(lines)}
+        pins = {layer: line.pins for layer, line in enumerate(lines) if line.pins}
     elif options.expert_slots is not None:
         slots = dict.fromkeys(range(options.resident_layers, experts.layers), options.expert_slots)
     else:
         slots = {}
     # A layer with a slot for every expert needs no store.
     slots = {layer: k for layer, k in slots.items() if k != experts.count}
+    pins = {layer: some for layer, some in pins.items() if layer in slots}
     host = options.expert_host_gb
-    return Paging(slots, experts, None if host is None else host * GB)
+    return Paging(slots, experts, None if host is None else host * GB, pins)
 
 
 def problems(
@@ -186,19 +231,27 @@ def problems(
         yield Problem("expert_slots", single, accepted)
     if options.resident_layers > experts.layers:
         yield Problem("resident_layers", options.resident_layers, f"at most {experts.layers}")
+    unusable = False
     if file is not None:
-        numbers = _read(file)
-        if isinstance(numbers, str):
-            yield Problem(f"expert_slots_file {file}", numbers, "a whole number a line")
+        lines = _read(file)
+        if isinstance(lines, Problem):
+            yield lines
             return
-        if len(numbers) != experts.layers:
+        if len(lines) != experts.layers:
             wanted = f"one for each of {experts.layers} layers"
-            yield Problem(f"expert_slots_file {file}", f"{len(numbers)} numbers", wanted)
-        for layer, number in enumerate(numbers):
-            if not k <= number <= e:
-                yield Problem(f"expert_slots_file {file}, layer {layer}", number, accepted)
+            yield Problem(f"expert_slots_file {file}", f"{len(lines)} numbers", wanted)
+        for layer, line in enumerate(lines):
+            where = f"expert_slots_file {file}, layer {layer}"
+            if not k <= line.slots <= e:
+                yield Problem(where, line.slots, accepted)
+            elif line.pins:
+                wrong = list(_pin_problems(f"{where}, pinned experts", line, experts))
+                unusable = unusable or bool(wrong)
+                yield from wrong
     if options.runner == "reference":
         yield Problem("runner", "reference beside paged experts", "fast")
+    if unusable:  # what the host is to hold is not known
+        return
     found = paging_of(config, options, itemsize)
     if problem := host_gb_problem(found, options, host_limit):
         yield problem
@@ -216,10 +269,35 @@ def problems(
         )
 
 
+def _pin_problems(where: str, line: LayerSlots, experts: Experts) -> Iterator[Problem]:
+    """Say what is wrong with a layer's pinned experts."""
+    e, k = experts.count, experts.per_row
+    unknown = sorted({expert for expert in line.pins if expert >= e})
+    if unknown:
+        yield Problem(where, _some(unknown), f"ids from 0 to {e - 1}")
+    twice = sorted({expert for expert in line.pins if line.pins.count(expert) > 1})
+    if twice:
+        yield Problem(where, f"{_some(twice)} more than once", "each once")
+    if line.slots == e:
+        yield Problem(where, f"{len(line.pins)} of them", "none, since all lie on the device")
+    elif len(line.pins) > line.slots - k:
+        yield Problem(
+            where,
+            f"{len(line.pins)} for {line.slots} slots",
+            f"at most {line.slots - k}: the {k} experts of a token that may be others need slots, too",
+        )
+
+
+def _some(ids: Sequence[int]) -> str:
+    """Ids for a message."""
+    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+
+
 def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None) -> Problem | None:
     """Say what is wrong with the host's share, if anything is; arguments as in problems."""
-    experts, most = found.experts, max(found.slots.values(), default=0)
-    if found.slots and found.host_rows < max(most, 2):
+    experts, rooms = found.experts, found.rooms
+    most = max(rooms.values(), default=0)
+    if any(rows < max(rooms[layer], 2) for layer, rows in found.host_rows.items()):
         least = -(-max(most, 2) * len(found.slots) * experts.nbytes // GB)
         return Problem(
             "expert_host_gb",
@@ -231,8 +309,8 @@ def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None
         return Problem(
             "expert_host_gb",
             f"{options.expert_host_gb or 'no limit'}, which takes {found.host_nbytes:,} bytes",
-            f"less than the {host_limit:,} bytes this process may use; more slots or resident"
-            " layers need less",
+            f"less than the {host_limit:,} bytes this process may use; more slots, resident"
+            " layers or pinned experts need less",
         )
     return None
 
@@ -247,20 +325,38 @@ def buffer_experts(count: int, nbytes: int) -> int:
     return max(1, min(count, BUFFER_BYTES // nbytes))
 
 
-def write_slots(path: Path, slots: tuple[int, ...]) -> None:
-    """Write what `expert_slots_file` reads: one number a line, a layer each."""
-    path.write_text("".join(f"{k}\n" for k in slots))
+def write_slots(path: Path, layers: Sequence[LayerSlots]) -> None:
+    """Write what `expert_slots_file` reads.
+
+    A line a layer: its slots, and behind a colon, if there are some, the experts that are pinned.
+    """
+    path.write_text("".join(f"{_line(layer)}\n" for layer in layers))
 
 
-def _read(path: Path) -> list[int] | str:
-    """Numbers of a file; words where it has others."""
+def _line(layer: LayerSlots) -> str:
+    pins = " ".join(map(str, layer.pins))
+    return f"{layer.slots}: {pins}" if pins else str(layer.slots)
+
+
+def _read(path: Path) -> list[LayerSlots] | Problem:
+    """Read a file of slots; says what is wrong with one that is none."""
+    where, accepted = f"expert_slots_file {path}", "a whole number a line"
     try:
         text = path.read_text()
-    except OSError as error:
-        return f"a file that cannot be read ({error.strerror})"
-    found = []
-    for number, line in enumerate(text.split(), 1):
-        if not line.isdecimal():
-            return f"{line[:20]!r} as number {number}"
-        found.append(int(line))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        return Problem(where, f"a file that cannot be read ({why})", accepted)
+    found: list[LayerSlots] = []
+    for line in text.splitlines():
+        numbers, colon, pins = line.partition(":")
+        for word in numbers.split():
+            if not word.isdecimal():
+                return Problem(where, f"{word[:20]!r} as number {len(found) + 1}", accepted)
+            found.append(LayerSlots(int(word)))
+        if colon:
+            words = pins.split()
+            if len(numbers.split()) != 1 or not all(word.isdecimal() for word in words):
+                wanted = "slots of one layer, a colon and ids of pinned experts"
+                return Problem(where, f"{line[:40]!r}", wanted)
+            found[-1] = LayerSlots(found[-1].slots, tuple(map(int, words)))
     return found

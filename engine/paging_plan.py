@@ -3,25 +3,27 @@
 The GPU is split between what every token needs (weights that are not routed experts, KV for the
 context and concurrency asked for, buffers of decode steps), a reserve, and slots; what is left for
 slots goes to the layers where the recorded routing misses most (engine.plan.paging), or in equal parts
-to all where none was recorded. The table says what more or less context or concurrency would cost, in
+to all where none was recorded. Experts that the recorded routing asks for most often stay in slots, if
+that costs no hit or the host has no room for them. The table says what more or less context or concurrency would cost, in
 slots and in misses. Loads no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.api import EngineError
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.expert_paging import Experts, buffer_experts, experts_of, write_slots
+from engine.expert_paging import Experts, LayerSlots, buffer_experts, experts_of, write_slots
 from engine.memory import RESERVE, plan_memory
 from engine.options import EngineConfig
-from engine.plan.paging import SlotPlan, even, solve
+from engine.plan.paging import LayerHits, SlotPlan, even, learn, solve
 from engine.qwen3_config import Qwen3Config
 from engine.routing_trace import RoutingTrace
 
@@ -146,29 +148,39 @@ class Answer:
     disk_bytes: int = 0
 
 
-def answer(config: AnyConfig, trace: RoutingTrace | None, wish: Wish) -> Answer:
-    """Solve for one wish; where the host has too little room, with files as the third tier."""
+def answer(config: AnyConfig, learnt: Sequence[LayerHits] | None, wish: Wish) -> Answer:
+    """Solve for one wish; where the host has too little room, with files as the third tier.
+
+    Args:
+        config: of the model.
+        learnt: from a trace, of each layer; None where there is none.
+        wish: of the user.
+    """
     experts = experts_of(config, ITEMSIZE)
     found = split(config, wish)
     gpu = max(0, found.experts) // experts.nbytes
     host = wish.host_bytes // experts.nbytes
-    routing = None if trace is None else trace.decode_steps()
 
-    def slots(host_experts: int) -> SlotPlan:
+    def slots(host_experts: int, rows: int) -> SlotPlan:
         sizes = {
             "num_experts": experts.count,
             "per_row": experts.per_row,
             "gpu_experts": gpu,
             "host_experts": host_experts,
         }
-        return even(experts.layers, **sizes) if routing is None else solve(routing, **sizes)
+        if learnt is None:
+            return even(experts.layers, **sizes)
+        return solve(learnt, **sizes, beside_pins=rows * experts.per_row)
 
+    why = ""
+    # Pinned experts leave room for captured steps of all requests; less only where nothing fits else.
+    for rows in (wish.concurrency, 1):
+        try:
+            return Answer(wish, found, slots(host, rows))
+        except EngineError as error:
+            why = why or str(error)
     try:
-        return Answer(wish, found, slots(host))
-    except EngineError as error:
-        why = str(error)
-    try:
-        plan = slots(experts.layers * experts.count)
+        plan = slots(experts.layers * experts.count, wish.concurrency)
     except EngineError:
         return Answer(wish, found, None, why)
     missing = (plan.host_experts - host) * experts.nbytes
@@ -211,7 +223,11 @@ def report(
     experts = experts_of(config, ITEMSIZE)
     if trace is not None:
         check_trace(trace, experts)
-    own = answer(config, trace, wish)
+    steps = None if trace is None else trace.decode_steps()
+    learnt = None if steps is None else learn(steps, experts.count)
+    # Layers have about as many steps as each other.
+    count = max(1, min(map(len, steps))) if steps else 0
+    own = answer(config, learnt, wish)
     yield (
         f"experts   {experts.layers} layers of {experts.count}, {experts.nbytes:,} bytes each,"
         f" {experts.layers * experts.count * experts.nbytes / 1e9:.1f} GB in all;"
@@ -234,6 +250,9 @@ def report(
     plan = own.plan
     if own.why:
         yield f"files     {own.disk_bytes:>18,}  the host has no room for them: {own.why}"
+    if plan.num_pins:
+        saved = plan.num_pins * experts.nbytes
+        yield f"  saved   {saved:>18,}  by {plan.num_pins} experts that stay on the GPU"
     yield from _layers(plan)
     if trace is None:
         yield "hit rate  not known without --trace"
@@ -248,36 +267,43 @@ def report(
             context=int(wish.context * context),
             concurrency=max(1, int(wish.concurrency * concurrency)),
         )
-        yield _row(config, trace, other)
+        yield _row(config, learnt, count, other)
     yield f"(ms a step: what is missed, at {BUS / 1e9:.0f} GB/s)"
     if out is not None:
-        write_slots(out, plan.slots)
+        pins = plan.pins or ((),) * len(plan.slots)
+        write_slots(out, [LayerSlots(k, some) for k, some in zip(plan.slots, pins, strict=True)])
         host = f" --expert-host-gb {wish.host_bytes // 10**9}" if own.why else ""
         yield f"wrote {out}: serve with --expert-slots-file {out}{host}"
 
 
 def _layers(plan: SlotPlan) -> Iterator[str]:
-    """Slots by layer, a line for each run of layers with as many."""
+    """Slots by layer, a line for each run of layers with as many and the same experts that stay."""
+    lines = list(itertools.zip_longest(plan.slots, plan.pins, fillvalue=()))
     begin = 0
-    for layer in range(1, len(plan.slots) + 1):
-        if layer < len(plan.slots) and plan.slots[layer] == plan.slots[begin]:
+    for layer in range(1, len(lines) + 1):
+        if layer < len(lines) and lines[layer] == lines[begin]:
             continue
-        k = plan.slots[begin]
+        k, pins = lines[begin]
         name = str(begin) if layer == begin + 1 else f"{begin}-{layer - 1}"
         whole = ", whole on the GPU" if k == plan.num_experts else ""
-        yield f"  layer {name:<8}{k:>5} slots{whole}"
+        stay = f", {len(pins)} of experts that stay: {' '.join(map(str, pins))}" if pins else ""
+        yield f"  layer {name:<8}{k:>5} slots{whole}{stay}"
         begin = layer
 
 
 def _captured(plan: SlotPlan, experts: Experts) -> str:
-    paged = [k for k in plan.slots if k < plan.num_experts]
+    pins = plan.pins or ((),) * len(plan.slots)
+    paged = [
+        k - len(some) for k, some in zip(plan.slots, pins, strict=True) if k < plan.num_experts
+    ]
     return str(min(paged) // experts.per_row) if paged else "any number of"
 
 
-def _row(config: AnyConfig, trace: RoutingTrace | None, wish: Wish) -> str:
+def _row(config: AnyConfig, learnt: Sequence[LayerHits] | None, steps: int, wish: Wish) -> str:
+    """Give one line of the table; `steps` of a layer were recorded."""
     head = f"{wish.context:>7}  {wish.concurrency:>8}"
     try:
-        found = answer(config, trace, wish)
+        found = answer(config, learnt, wish)
     except EngineError as error:
         return f"{head}  {error}"
     kv = f"{found.split.kv / 1e9:>5.1f}"
@@ -287,9 +313,7 @@ def _row(config: AnyConfig, trace: RoutingTrace | None, wish: Wish) -> str:
     whole = sum(k == plan.num_experts for k in plan.slots)
     files = f"  {found.disk_bytes / 1e9:.1f} GB in files" if found.why else ""
     head = f"{head}  {kv}  {plan.gpu_experts * nbytes / 1e9:>8.1f}  {whole:>12}"
-    if trace is None:
+    if learnt is None:
         return f"{head}  {'-':>8}  {'-':>9}  {'-':>9}{files}"
-    # layers have about as many steps as each other
-    steps = max(1, min(len(steps) for steps in trace.decode_steps()))
     moved = plan.misses / steps * nbytes
     return f"{head}  {plan.hit_rate:>8.4f}  {moved / 1e6:>9.1f}  {moved / BUS * 1e3:>9.3f}{files}"

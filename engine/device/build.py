@@ -356,6 +356,7 @@ def _load_fast(
         max_model_len=options.max_model_len + draft_tokens(config, drafting_of(options)),
         slots=paging.slots,
         host_bytes=paging.host_bytes,
+        pins=paging.pins,
     )
 
 
@@ -389,11 +390,12 @@ def _log_paging(paging: Paging, runner: FastRunner) -> None:
         return
     held, rows = runner.paged, paging.most_captured_rows
     logger.info(
-        "experts of %d layers are paged: %.1f GB in slots, %.1f GB on the host (pinned in %.1f s)%s;"
-        " decode steps of up to %d requests are captured",
+        "experts of %d layers are paged: %.1f GB in slots, %d experts stay there; %.1f GB on the host"
+        " (pinned in %.1f s)%s; decode steps of up to %d requests are captured",
         len(held),
         sum(paged.nbytes for paged in held) / 1e9,
-        sum(paged.store.nbytes for paged in held) / 1e9,
+        sum(paged.num_pins for paged in held),
+        sum(paged.host_nbytes for paged in held) / 1e9,
         sum(paged.pin_seconds for paged in held),
         ", the rest in files" if paging.uses_disk else "",
         rows or 0,

@@ -7,6 +7,7 @@ the host's store [E, bytes] (pinned memory that kernels read over the bus) and i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from engine.kernels.triton_compat import tl, triton
 #: the last step or bringing ahead; experts brought ahead, and those of them that the next step asked for.
 STEP, HITS, MISSES, MOVES, AHEAD, AHEAD_HITS = range(6)
 COUNTERS = 6
+#: `SlotState.last_use` of a slot whose expert stays for ever (engine.plan.residency has the same).
+PINNED = 2**31 - 1
 #: Programs that copy. 16 saturate the bus (engine.md B0); the rest of the GPU stays free.
 COPY_PROGRAMS = 32
 _COPY_WORDS = 4096  # int64 a program moves at a time
@@ -31,7 +34,7 @@ class SlotState:
     Args:
         slot_expert: int32 [K].
         expert_slot: int32 [E], -1 for an absent expert.
-        last_use: int32 [K].
+        last_use: int32 [K]; PINNED for a slot that is never given up.
         early: int32 [K], 1 for a slot that was filled ahead and not asked for since.
         counters: int32 [COUNTERS].
         moves: int32 [K, 2], (expert, slot) of the last moves.
@@ -45,16 +48,28 @@ class SlotState:
     moves: Tensor
 
     @classmethod
-    def make(cls, experts: int, slots: int, device: torch.device | str) -> SlotState:
-        """State in which slot s holds expert s."""
-        expert_slot = torch.full((experts,), -1, dtype=torch.int32, device=device)
-        expert_slot[:slots] = torch.arange(slots, dtype=torch.int32, device=device)
+    def make(
+        cls, experts: int, slots: int, device: torch.device | str, pins: Sequence[int] = ()
+    ) -> SlotState:
+        """State in which slots hold the pinned experts, then the lowest of the others.
+
+        Args:
+            experts: E.
+            slots: K.
+            device: of the tables.
+            pins: experts that stay, fewer than K.
+        """
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        order = torch.arange(slots, dtype=torch.int32, device=device)
-        return cls(order, expert_slot, zeros(slots), zeros(slots), zeros(COUNTERS), zeros(slots, 2))
+        order = [*pins, *(expert for expert in range(experts) if expert not in pins)]
+        held = torch.tensor(order[:slots], dtype=torch.int32, device=device)
+        expert_slot = zeros(experts) - 1
+        expert_slot[held.long()] = torch.arange(slots, dtype=torch.int32, device=device)
+        last_use = zeros(slots)
+        last_use[: len(pins)] = PINNED
+        return cls(held, expert_slot, last_use, zeros(slots), zeros(COUNTERS), zeros(slots, 2))
 
 
 # ---------------------------------------------------------------- torch
@@ -64,7 +79,8 @@ def decide_torch(experts: Tensor, tiles: Tensor, state: SlotState) -> tuple[Tens
     """Make a step's experts resident in the tables; `moves` says what is to be copied.
 
     Args:
-        experts: int32 [T, k], routed ids, repeats allowed, -1 for padding; at most K distinct.
+        experts: int32 [T, k], routed ids, repeats allowed, -1 for padding; at most as many distinct
+            ones that are not pinned as there are slots that are not.
         tiles: int32 [N, 3] of `Routing`.
         state: of the layer, written.
 
@@ -79,7 +95,8 @@ def decide_torch(experts: Tensor, tiles: Tensor, state: SlotState) -> tuple[Tens
     for expert in distinct:
         slot = int(state.expert_slot[expert])
         if slot >= 0:
-            state.last_use[slot] = step
+            # A pinned slot keeps its mark, which no step reaches.
+            state.last_use[slot] = max(int(state.last_use[slot]), step)
             state.counters[HITS] += 1
             state.counters[AHEAD_HITS] += state.early[slot]
     state.early.zero_()
@@ -166,7 +183,7 @@ def _decide_kernel(
         kept = tl.where((before == expert) & (expert >= 0), 1, kept)
     hits, ahead_hits = tl.sum(kept, 0), tl.sum(kept * soon, 0)
     if not AHEAD:
-        used = tl.where(kept != 0, step, used)
+        used = tl.where(kept != 0, tl.maximum(used, step), used)  # a pinned slot keeps its mark
         soon = tl.zeros((SLOTS,), tl.int32)
     held, count = before, 0
     for pair in range(num_pairs):

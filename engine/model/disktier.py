@@ -12,7 +12,7 @@ bring in, so its steps are not captured; and a miss of both tables waits for the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,27 +76,40 @@ class HostCache:
         count: experts of the layer.
         rows: experts the host keeps, 2 at least.
         pin: whether a GPU copies from the rows.
+        without: experts that are pinned to the device: nobody asks for them, no row has them.
     """
 
     def __init__(
-        self, layout: ExpertLayout, read: Read, count: int, rows: int, *, pin: bool
+        self,
+        layout: ExpertLayout,
+        read: Read,
+        count: int,
+        rows: int,
+        *,
+        pin: bool,
+        without: Collection[int] = (),
     ) -> None:
         self._layout = layout
         self._read = read
         self._buffer = HostBuffer(rows * layout.nbytes, pin=pin)
         self.table = self._buffer.tensor.view(rows, layout.nbytes)
-        self._residency = Residency(count, rows)
+        self._residency = Residency(count, rows, never=without)
         self._reader = _reader()
         self._coming: dict[int, Future[None]] = {}
         self._busy: dict[int, Any] = {}  # row -> event after which nobody copies from it
         self.figures = DiskFigures()
-        for expert in range(rows):
-            layout.write(self.table[expert], read(expert))
+        for row, expert in enumerate(self._residency.slot_expert):
+            layout.write(self.table[row], read(expert))
 
     @property
     def most(self) -> int:
         """Most experts of a wave: those of the next one come while it is copied."""
         return len(self.table) // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return self._buffer.nbytes
 
     @property
     def pin_seconds(self) -> float:

@@ -7,6 +7,7 @@ views of a table of such runs (issue 7, engine.md A4).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,21 @@ class ExpertLayout:
         self.nbytes += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         self._gaps.append(slice(part.offset + part.nbytes, self.nbytes))
         return part
+
+    def gaps_of(self, row: int) -> list[tuple[int, int]]:
+        """Bytes of a row of a table that nobody needs if nobody reads the row, but for addresses.
+
+        Kernels take the addresses of a table's tensors where row 0 has them, and those must be known
+        to the driver: so row 0 keeps the first byte of each tensor.
+
+        Returns:
+            ranges (begin, end) of the table's bytes, in order.
+        """
+        first, end = row * self.nbytes, (row + 1) * self.nbytes
+        if row > 0:
+            return [(first, end)]
+        kept = sorted(part.offset for parts in self._parts for part in parts.values())
+        return [(at + 1, to) for at, to in itertools.pairwise([*kept, end])]
 
     def stacks(self, table: Tensor) -> tuple[Matrix, ...]:
         """Matrices of every row of a table uint8 [N, nbytes], stacked along N."""

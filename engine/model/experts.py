@@ -9,7 +9,8 @@ the rest (engine.model.disktier). Issue 7, engine.md A4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
-from engine.plan.residency import ABSENT, Residency
+from engine.plan.residency import ABSENT, Residency, residents_at_start
 
 #: Called between the bringing in of a layer's experts and their products.
 Meanwhile = Callable[[], None]
@@ -64,6 +65,11 @@ def _at_once(
     if _is_row(ops, x, w13, w2, shared[0], act_group):
         return experts_row(x, routing, w13, w2, limit=limit)
     return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
+
+
+def _sum(row: Tensor) -> int:
+    """Checksum of an expert's bytes."""
+    return zlib.crc32(row.cpu().numpy().data)
 
 
 class ResidentExperts:
@@ -112,21 +118,25 @@ class PagedExperts:
     A pass whose (row, choice) pairs are no more than K is one wave: what to bring in is decided and
     copied on the device, without a sync, so that it can be captured. A larger pass is cut into
     waves on the host, and so is any pass where files are needed. Both read and write the same
-    tables.
+    tables. Pinned experts lie in the first slots for ever, and nowhere else: the others share the
+    slots that are left.
 
     Attributes:
         layout: of an expert's bytes.
         state: residency, on the device.
-        store: uint8 [E, bytes] on the host; with a cache its rows.
+        store: uint8 [E, bytes] on the host, without memory where pinned experts would be; with a
+            cache its rows.
         cache: what the host keeps where it has no room for all; None where it has.
         slots: uint8 [K, bytes] on the device.
 
     Args:
         layout: of an expert's bytes.
-        store: pinned where the device is a GPU; holds every expert, or the first K at least.
+        store: pinned where the device is a GPU; holds every expert that is not pinned to the device,
+            or the first of them, as many as they have slots at least.
         num_slots: K.
         device: of the slots.
         count: E.
+        pinned: expert -> its bytes, of those that stay on the device; fewer than K.
     """
 
     def __init__(
@@ -136,15 +146,24 @@ class PagedExperts:
         num_slots: int,
         device: torch.device,
         count: int,
+        pinned: Mapping[int, Tensor] | None = None,
     ) -> None:
+        pinned = pinned or {}
         self.layout = layout
         self.num_experts = count
         self._buffer = store
         self.cache = store if isinstance(store, HostCache) else None
         table = store.table if isinstance(store, HostCache) else store.tensor
         self.store = table.view(-1, layout.nbytes)
-        self.slots = self.store[:num_slots].to(device, copy=True)
-        self.state = SlotState.make(count, num_slots, device)
+        self.state = SlotState.make(count, num_slots, device, tuple(pinned))
+        self.room = num_slots - len(pinned)
+        self.slots = torch.empty((num_slots, layout.nbytes), dtype=torch.uint8, device=device)
+        # The host has nothing to compare them with later.
+        self._sums = {expert: _sum(row) for expert, row in pinned.items()}
+        others = residents_at_start(count, self.room, (), pinned)
+        rows = self.store[: self.room] if self.cache is not None else map(self.store.__getitem__, others)  # fmt: skip
+        for slot, row in zip(self.slots, [*pinned.values(), *rows], strict=True):
+            slot.copy_(row)
         self.w13, self.w2 = layout.stacks(self.slots)
         self._stored = layout.stacks(self.store)
         self._stream: ExpertStream | None = None
@@ -168,8 +187,9 @@ class PagedExperts:
 
     def with_slots(self, num_slots: int) -> PagedExperts:
         """Give the same experts another number of slots, over the same store; not in buffers."""
+        pinned = dict(zip(self._sums, self.slots, strict=False))
         return PagedExperts(
-            self.layout, self._buffer, num_slots, self.slots.device, self.num_experts
+            self.layout, self._buffer, num_slots, self.slots.device, self.num_experts, pinned
         )
 
     @property
@@ -183,17 +203,30 @@ class PagedExperts:
         return len(self.slots)
 
     @property
+    def host_nbytes(self) -> int:
+        """Bytes on the host."""
+        return self._buffer.nbytes
+
+    @property
+    def num_pins(self) -> int:
+        """Experts that stay on the device."""
+        return len(self._sums)
+
+    @property
     def pin_seconds(self) -> float:
         """Time that pinning the store took."""
         return self._buffer.pin_seconds
 
     def most_captured_rows(self, per_row: int) -> int:
         """Rows of the largest decode step that is one wave; 0 where the host decides."""
-        return 0 if self.cache is not None else self.num_slots // per_row
+        return 0 if self.cache is not None else self.room // per_row
 
     def is_one_wave(self, routing: Routing) -> bool:
-        """Whether a pass fits the slots whatever its rows are routed to; shapes decide (J7)."""
-        return self.cache is None and routing.experts.numel() <= self.num_slots
+        """Whether a pass fits the slots whatever its rows are routed to; shapes decide (J7).
+
+        It may be routed past all pinned experts, so that their slots do not count.
+        """
+        return self.cache is None and routing.experts.numel() <= self.room
 
     def run(
         self,
@@ -261,7 +294,7 @@ class PagedExperts:
 
     def takes_ahead(self, pairs: int) -> bool:
         """Whether experts are brought in ahead of a pass of so many pairs; shapes decide."""
-        return self.cache is None and pairs <= self.num_slots
+        return self.cache is None and pairs <= self.room
 
     def bring_ahead(self, ops: Ops, experts: Tensor) -> None:
         """Bring in what the next pass may ask for, int32 [T, k]; it decides as ever."""
@@ -347,14 +380,14 @@ class PagedExperts:
     def _waves(self, ops: Ops, routing: Routing) -> Generator[tuple[Routing, Matrix, Matrix]]:
         """Bring a pass's experts in, wave after wave; yields what each computes, with what weights.
 
-        With two slots or more a wave takes half of them, so that the next one's experts are copied
+        With two slots or more beside pinned experts a wave takes half of them, so that the next one's experts are copied
         while it is computed: least recently used slots are never those of the wave before. Whatever
         ends the pass, the tables say what the slots hold.
         """
         residency = self.read_residency()
         wanted = [e for e in set(routing.experts.flatten().tolist()) if e >= 0]
-        overlap = self.num_slots > 1
-        size = self.num_slots // 2 if overlap else 1
+        overlap = self.room > 1
+        size = self.room // 2 if overlap else 1
         if self.cache is not None:
             size = min(size, self.cache.most)
         waves = residency.waves(wanted, size) or [[]]
@@ -449,6 +482,8 @@ class PagedExperts:
     def check_integrity(self) -> None:
         """Check that each slot has its expert's bytes (J1, J4); reads everything.
 
+        Pinned experts must be in their slots, with the bytes that they were loaded with.
+
         Raises:
             RuntimeError: one has not; a bug.
         """
@@ -456,7 +491,14 @@ class PagedExperts:
         residency.check_integrity()
         if self.cache is not None:
             self.cache.check_integrity()
+        for slot, (expert, wanted) in enumerate(self._sums.items()):
+            if not residency.is_pinned(expert) or residency.slot_expert[slot] != expert:
+                raise RuntimeError(f"pinned expert {expert} has left slot {slot}")
+            if _sum(self.slots[slot]) != wanted:
+                raise RuntimeError(f"slot {slot} does not hold the bytes of expert {expert}")
         for slot, expert in enumerate(residency.slot_expert):
+            if expert in self._sums:
+                continue
             held = self.store[expert] if self.cache is None else self.cache.bytes_of(expert)
             if not torch.equal(self.slots[slot].cpu(), held):
                 raise RuntimeError(f"slot {slot} does not hold the bytes of expert {expert}")

@@ -735,6 +735,7 @@ def load_fast_model(
     max_model_len: int | None = None,
     slots: Mapping[int, int] | None = None,
     host_bytes: int | None = None,
+    pins: Mapping[int, Sequence[int]] | None = None,
 ) -> FastModel:
     """Load a checkpoint of the official layout, in the form it is stored in.
 
@@ -747,6 +748,7 @@ def load_fast_model(
         max_model_len: positions that will be used; the model's own context by default.
         slots: layer -> GPU slots of its experts, for layers whose experts are paged.
         host_bytes: most host memory of their experts; the files serve what exceeds it.
+        pins: layer -> experts of a paged layer that stay on the device.
 
     Raises:
         ConfigError: config.json cannot be served.
@@ -765,7 +767,7 @@ def load_fast_model(
     source = CheckpointSource(checkpoint, torch.device(device), dtype)
     return FastModel(
         config,
-        pack(config, source, _placement(slots, device, host_bytes), plain=dtype),
+        pack(config, source, _placement(slots, device, host_bytes, pins), plain=dtype),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
@@ -807,7 +809,11 @@ def random_fast_model(
 
 
 def _placement(
-    slots: Mapping[int, int] | None, device: torch.device | str, host_bytes: int | None = None
+    slots: Mapping[int, int] | None,
+    device: torch.device | str,
+    host_bytes: int | None = None,
+    pins: Mapping[int, Sequence[int]] | None = None,
 ) -> Placement:
     where = torch.device(device)
-    return Placement(slots, device=where, pin=where.type == "cuda", host_bytes=host_bytes)
+    pin = where.type == "cuda"
+    return Placement(slots, device=where, pin=pin, host_bytes=host_bytes, pins=pins)

@@ -477,6 +477,7 @@ def load_qwen3(
     max_model_len: int | None = None,
     slots: Mapping[int, int] | None = None,
     host_bytes: int | None = None,
+    pins: Mapping[int, Sequence[int]] | None = None,
 ) -> Qwen3Model:
     """Load a checkpoint of the official layout.
 
@@ -488,17 +489,19 @@ def load_qwen3(
         max_model_len: positions that will be used; the model's own context by default.
         slots: layer -> GPU slots of its experts, for layers whose experts are paged.
         host_bytes: most host memory of their experts; the files serve what exceeds it.
+        pins: layer -> experts of a paged layer that stay on the device.
 
     Raises:
         ConfigError: config.json cannot be served.
         EngineError: the files do not hold what it asks for.
     """
     path, where = Path(path), torch.device(device)
+    pin = where.type == "cuda"
     config = Qwen3Config.from_file(path)
     return Qwen3Model(
         config,
         QwenCheckpoint(path, config, where),
-        Placement(slots, device=where, pin=where.type == "cuda", host_bytes=host_bytes),
+        Placement(slots, device=where, pin=pin, host_bytes=host_bytes, pins=pins),
         ops(kernels),
         max_model_len=max_model_len or config.max_position_embeddings,
         dtype=dtype,

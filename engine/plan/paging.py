@@ -1,18 +1,24 @@
 """How many GPU slots each layer's experts get: the solver behind `bathyal engine plan --paged`.
 
-A layer either has all E experts on the GPU and none on the host, or K slots on the GPU and all E on
-the host. Without a trace all paged layers get the same. What K is worth in a layer follows from the routing that was recorded: one pass over it
-gives the hits of a least-recently-used table of every size at once (stack distances). Pure integers
-(issue 7).
+A layer either has all E experts on the GPU and none on the host, or K slots on the GPU and the others
+on the host: all E, or all but P that are pinned to slots. Without a trace all paged layers get the same
+and nothing is pinned. What K is worth in a layer follows from the routing that was recorded: one pass
+over it gives the hits of a least-recently-used table of every size at once (stack distances), and one
+more for each P those of a table beside the P experts asked for most often. Pure integers (issue 7).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.api import EngineError
+
+#: Numbers of pins that are tried in a layer.
+PIN_SIZES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,14 @@ class SlotPlan:
         num_experts: E.
         misses: experts that would have been brought in, over the recorded routing.
         lookups: experts that were asked for.
+        pins: experts of each layer that lie in slots for ever, ascending; none without a trace.
     """
 
     slots: tuple[int, ...]
     num_experts: int
     misses: int
     lookups: int
+    pins: tuple[tuple[int, ...], ...] = ()
 
     @property
     def gpu_experts(self) -> int:
@@ -39,7 +47,13 @@ class SlotPlan:
     @property
     def host_experts(self) -> int:
         """Experts that lie on the host."""
-        return self.num_experts * sum(k < self.num_experts for k in self.slots)
+        stored = self.num_experts * sum(k < self.num_experts for k in self.slots)
+        return stored - self.num_pins
+
+    @property
+    def num_pins(self) -> int:
+        """Experts that lie in slots for ever."""
+        return sum(map(len, self.pins))
 
     @property
     def hit_rate(self) -> float:
@@ -69,7 +83,8 @@ def lru_hits(steps: Sequence[Sequence[int]], num_experts: int) -> list[int]:
         for expert in distinct:
             if expert in order:
                 distances[order.index(expert) + 1] += 1
-        order = distinct + [e for e in order if e not in set(distinct)]
+        now = set(distinct)
+        order = distinct + [e for e in order if e not in now]
     hits, seen = [], 0
     for size in range(num_experts + 1):
         seen += distances[size]
@@ -78,50 +93,162 @@ def lru_hits(steps: Sequence[Sequence[int]], num_experts: int) -> list[int]:
     return hits
 
 
+def often(steps: Sequence[Sequence[int]], num_experts: int) -> list[int]:
+    """All experts, those first that most steps ask for; of equals the lowest."""
+    counts = Counter(expert for step in steps for expert in set(step))
+    return sorted(range(num_experts), key=lambda e: (-counts[e], e))
+
+
+def hits_beside_pins(
+    steps: Sequence[Sequence[int]], num_experts: int, pins: Sequence[int]
+) -> list[int]:
+    """Hits of a layer in which some experts are pinned, by K.
+
+    Args:
+        steps: as in lru_hits.
+        num_experts: E.
+        pins: the experts, P of them.
+
+    Returns:
+        E counts; entry K is that of K slots, from P on. As in lru_hits the first time that an expert
+        is asked for is a miss, of a pinned one, too: what is gained once says nothing of what follows.
+    """
+    pinned = set(pins)
+    counts = Counter(expert for step in steps for expert in set(step))
+    found = sum(max(0, counts[expert] - 1) for expert in pins)
+    others = lru_hits([[e for e in step if e not in pinned] for step in steps], num_experts)
+    return [found + others[k - len(pins)] if k >= len(pins) else 0 for k in range(num_experts)]
+
+
+class LayerHits:
+    """What slots and pinned experts are worth in a layer, by the routing that was recorded.
+
+    Attributes:
+        order: experts, those first that would be pinned first.
+        sizes: numbers of pins that are tried, ascending.
+
+    Args:
+        steps: as in lru_hits.
+        num_experts: E.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[int]], num_experts: int) -> None:
+        self.order = often(steps, num_experts)
+        self.sizes = range(0, num_experts, max(1, num_experts // PIN_SIZES))
+        self._steps = steps
+        self._curves = {0: lru_hits(steps, num_experts)}
+
+    def hits(self, slots: int, pins: int = 0) -> int:
+        """Hits with K slots, of which `pins` hold the experts asked for most often."""
+        if pins not in self._curves:
+            curve = hits_beside_pins(self._steps, len(self.order), self.order[:pins])
+            self._curves[pins] = curve
+        return self._curves[pins][slots]
+
+    @property
+    def curve(self) -> list[int]:
+        """Hits by K without pins, E + 1 counts; the last is the number of lookups."""
+        return self._curves[0]
+
+
+def learn(routing: Sequence[Sequence[Sequence[int]]], num_experts: int) -> list[LayerHits]:
+    """Give what `solve` goes by: per layer the experts asked for in each step, of E experts."""
+    return [LayerHits(steps, num_experts) for steps in routing]
+
+
 def solve(
-    routing: Sequence[Sequence[Sequence[int]]],
+    learnt: Sequence[LayerHits],
     *,
     num_experts: int,
     per_row: int,
     gpu_experts: int,
     host_experts: int,
+    beside_pins: int | None = None,
 ) -> SlotPlan:
     """Give every layer its slots so that the recorded routing misses least.
 
     Layers that the host has no room for are wholly on the GPU; among the rest, one slot after the
-    other goes where it saves most.
+    other goes where it saves most. Then experts asked for most often are pinned: as many as cost no
+    hit, and more where the host has no room otherwise, where they cost the fewest.
 
     Args:
-        routing: per layer the experts asked for in each step.
+        learnt: of each layer.
         num_experts: E.
         per_row: k, the least K: a row's experts must be resident together.
         gpu_experts: experts that the GPU has room for.
         host_experts: experts that the host has room for.
+        beside_pins: slots that pinned experts leave to the others of a layer, k at least; None for
+            no pins.
 
     Raises:
         EngineError: they do not fit together; says what is missing.
     """
-    curves = [lru_hits(steps, num_experts) for steps in routing]
+    curves = [layer.curve for layer in learnt]
     layers = len(curves)
     lookups = sum(curve[-1] for curve in curves)
-    most_paged = _most_paged(layers, num_experts, per_row, gpu_experts, host_experts)
     best: SlotPlan | None = None
     # Layers whose misses at the same share of slots are most are kept whole first.
     share = max(per_row, gpu_experts // max(layers, 1))
     worth = sorted(range(layers), key=lambda i: curves[i][min(share, num_experts)] - curves[i][-1])
-    for whole in range(layers - most_paged, layers + 1):
+    for whole in range(layers + 1):
         left = gpu_experts - whole * num_experts - (layers - whole) * per_row
         if left < 0:
             break
+        if (layers - whole) * num_experts - (0 if beside_pins is None else left) > host_experts:
+            continue
         slots = [per_row] * layers
         for layer in worth[:whole]:
             slots[layer] = num_experts
         _spend(curves, slots, left, num_experts)
-        hits = sum(curve[k] for curve, k in zip(curves, slots, strict=True))
+        beside = num_experts if beside_pins is None else beside_pins
+        over = (layers - whole) * num_experts - host_experts
+        counts = _pin(learnt, slots, beside, over, num_experts)
+        if counts is None:
+            continue
+        chosen = list(zip(learnt, slots, counts, strict=True))
+        hits = sum(layer.hits(k, count) for layer, k, count in chosen)
         if best is None or lookups - hits < best.misses:
-            best = SlotPlan(tuple(slots), num_experts, lookups - hits, lookups)
+            pins = tuple(tuple(sorted(layer.order[:count])) for layer, _, count in chosen)
+            best = SlotPlan(tuple(slots), num_experts, lookups - hits, lookups, pins)
+    if best is None:  # says why
+        _most_paged(layers, num_experts, per_row, gpu_experts, host_experts)
     assert best is not None
     return best
+
+
+def _pin(
+    layers: Sequence[LayerHits], slots: Sequence[int], beside: int, over: int, num_experts: int
+) -> list[int] | None:
+    """Say how many experts of each layer are pinned.
+
+    Args:
+        layers: what that is worth.
+        slots: K of each.
+        beside: slots that are left to others at least.
+        over: experts more than the host has room for without pins; below 0 where there is room.
+        num_experts: E.
+
+    Returns:
+        numbers; None if they cannot make up for what the host lacks.
+    """
+    counts, steps = [], []
+    for index, (layer, k) in enumerate(zip(layers, slots, strict=True)):
+        sizes = [n for n in layer.sizes if n <= k - beside or n == 0] if k < num_experts else [0]
+        count = max(sizes, key=lambda n: (layer.hits(k, n), n))
+        counts.append(count)
+        for less, more in itertools.pairwise(n for n in sizes if n >= count):
+            lost = layer.hits(k, less) - layer.hits(k, more)
+            steps.append((lost / (more - less), index, more))
+    over -= sum(counts)
+    # A layer's numbers rise in order, so that a cheap rise behind a dear one waits for it.
+    waiting = {(index, more) for _, index, more in steps}
+    while over > 0 and waiting:
+        least = {index: min(more for i, more in waiting if i == index) for index, _ in waiting}
+        _, index, more = min(step for step in steps if least.get(step[1]) == step[2])
+        waiting.remove((index, more))
+        over -= more - counts[index]
+        counts[index] = more
+    return counts if over <= 0 else None
 
 
 def even(
@@ -171,30 +298,30 @@ def _most_paged(
 
 
 def _spend(curves: Sequence[Sequence[int]], slots: list[int], left: int, num_experts: int) -> None:
-    """Hand out slots where each saves most; a step may be several slots where one saves nothing."""
-    heap = [
-        step
-        for layer, k in enumerate(slots)
-        if (step := _step(curves[layer], k, layer, num_experts))
-    ]
+    """Hand out all slots where each saves most; a step may be several where one saves nothing."""
+
+    def step(layer: int) -> tuple[float, int, int, int] | None:
+        most = min(num_experts - 1, slots[layer] + left)
+        return _step(curves[layer], slots[layer], layer, most)
+
+    heap = [found for layer in range(len(slots)) if (found := step(layer))]
     heapq.heapify(heap)
     while heap:
-        _, layer, size = heapq.heappop(heap)
-        if size > left:
-            continue
-        slots[layer] += size
-        left -= size
-        following = _step(curves[layer], slots[layer], layer, num_experts)
+        _, _, layer, size = heapq.heappop(heap)
+        if size <= left:
+            slots[layer] += size
+            left -= size
+        following = step(layer)
         if following:
             heapq.heappush(heap, following)
 
 
 def _step(
-    curve: Sequence[int], k: int, layer: int, num_experts: int
-) -> tuple[float, int, int] | None:
-    """Best next step of a layer: (minus hits a slot, layer, slots); None at the last paged size."""
+    curve: Sequence[int], k: int, layer: int, most: int
+) -> tuple[float, int, int, int] | None:
+    """Best next step of a layer: (minus hits a slot, K, layer, slots); None at K = `most`."""
     gains = [
-        ((curve[k] - curve[more]) / (more - k), layer, more - k)
-        for more in range(k + 1, num_experts)
+        ((curve[k] - curve[more]) / (more - k), k, layer, more - k)
+        for more in range(k + 1, most + 1)
     ]
     return min(gains, default=None)

@@ -2,17 +2,21 @@
 
 A layer with E experts and K slots keeps K of them on the GPU; the host has those that may be needed
 again. A *wave* is one set of at most K experts that are resident together while their rows are
-computed. This is the host's side, plain integers; the device's side (engine.kernels.paging) makes
+computed. Some experts may be *pinned*: they lie in slots for ever, and a wave needs room for the
+others alone. This is the host's side, plain integers; the device's side (engine.kernels.paging) makes
 the same choices inside a CUDA graph, and state goes over from one to the other (issue 7, engine.md
 A4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 ABSENT = -1
+#: Use of a slot whose expert is pinned: later than any step, so that no search for the least finds it.
+PINNED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,12 @@ class Move:
 class Residency:
     """Slot table of one layer.
 
-    At the start slot s holds expert s.
+    At the start slots hold the pinned experts in their order, then the lowest of the others.
 
     Attributes:
         slot_expert: expert in each slot.
         expert_slot: slot of each expert, ABSENT where it has none.
-        last_use: step in which each slot was last used; 0 for never.
+        last_use: step in which each slot was last used; 0 for never, PINNED where an expert stays.
         step: waves so far.
         hits: experts a wave found resident.
         misses: experts a wave had to bring in.
@@ -42,14 +46,29 @@ class Residency:
     Args:
         num_experts: E.
         num_slots: K, 1 .. E.
+        pins: experts that stay, fewer than K.
+        never: experts that no wave asks for, and that no slot begins with.
+
+    Raises:
+        ValueError: these do not fit together.
     """
 
-    def __init__(self, num_experts: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        num_slots: int,
+        pins: Sequence[int] = (),
+        never: Collection[int] = (),
+    ) -> None:
         if not 1 <= num_slots <= num_experts:
             raise ValueError(f"slots: expected 1 to {num_experts}, got {num_slots}")
-        self.slot_expert = list(range(num_slots))
-        self.expert_slot = [*range(num_slots), *[ABSENT] * (num_experts - num_slots)]
-        self.last_use = [0] * num_slots
+        if len(pins) >= num_slots:
+            raise ValueError(f"pins: expected fewer than {num_slots} slots, got {len(pins)}")
+        self.slot_expert = residents_at_start(num_experts, num_slots, pins, never)
+        self.expert_slot = [ABSENT] * num_experts
+        for slot, expert in enumerate(self.slot_expert):
+            self.expert_slot[expert] = slot
+        self.last_use = [PINNED] * len(pins) + [0] * (num_slots - len(pins))
         self.step = 0
         self.hits = 0
         self.misses = 0
@@ -62,6 +81,23 @@ class Residency:
         """K."""
         return len(self.slot_expert)
 
+    @property
+    def room(self) -> int:
+        """Most experts of a wave beside pinned ones: K less their number."""
+        return self.num_slots - self.last_use.count(PINNED)
+
+    def is_pinned(self, expert: int) -> bool:
+        """Whether an expert lies in a slot for ever."""
+        slot = self.expert_slot[expert]
+        return slot != ABSENT and self.last_use[slot] == PINNED
+
+    def _check_room(self, what: str, distinct: Sequence[int]) -> None:
+        wanted = sum(not self.is_pinned(expert) for expert in distinct)
+        if wanted > self.room:
+            beside = self.num_slots - self.room
+            pinned = f" beside {beside} pinned" if beside else ""
+            raise ValueError(f"{what.format(wanted)} for {self.room} slots{pinned}")
+
     def bring_in(self, experts: Sequence[int]) -> list[Move]:
         """Make the experts of one wave resident.
 
@@ -69,8 +105,8 @@ class Residency:
         up, of equally old ones the lowest.
 
         Args:
-            experts: ids, repeats allowed, at most K distinct ones; the order decides which absent
-                expert gets which slot.
+            experts: ids, repeats allowed, at most `room` distinct ones beside pinned ones; the
+                order decides which absent expert gets which slot.
 
         Returns:
             what is to be copied before the wave is computed, in order.
@@ -79,13 +115,12 @@ class Residency:
             ValueError: they do not fit.
         """
         distinct = list(dict.fromkeys(experts))
-        if len(distinct) > self.num_slots:
-            raise ValueError(f"a wave of {len(distinct)} experts for {self.num_slots} slots")
+        self._check_room("a wave of {} experts", distinct)
         self.step += 1
         for expert in distinct:
             slot = self.expert_slot[expert]
             if slot != ABSENT:
-                self.last_use[slot] = self.step
+                self.last_use[slot] = max(self.last_use[slot], self.step)
                 self.hits += 1
                 self.ahead_hits += self.early[slot]
         self.early = [False] * self.num_slots
@@ -109,8 +144,7 @@ class Residency:
             ValueError: they do not fit.
         """
         distinct = list(dict.fromkeys(experts))
-        if len(distinct) > self.num_slots:
-            raise ValueError(f"{len(distinct)} experts ahead for {self.num_slots} slots")
+        self._check_room("{} experts ahead", distinct)
         missing = [e for e in distinct if self.expert_slot[e] == ABSENT]
         moves = self._move_in(missing, {self.expert_slot[e] for e in distinct})
         for move in moves:
@@ -139,15 +173,20 @@ class Residency:
 
         Args:
             experts: ids, repeats allowed.
-            size: most experts of a wave, K by default; half of it lets one wave be copied while
-                another is computed.
+            size: most experts of a wave beside pinned ones, `room` by default; half of it lets one
+                wave be copied while another is computed.
 
         Returns:
-            disjoint waves that cover them, none empty.
+            disjoint waves that cover them, none empty; pinned experts are all in the first.
         """
-        size = self.num_slots if size is None else size
+        size = self.room if size is None else size
         distinct = sorted(set(experts), key=lambda e: (self.expert_slot[e] == ABSENT, e))
-        return [distinct[first : first + size] for first in range(0, len(distinct), size)]
+        pinned = [e for e in distinct if self.is_pinned(e)]
+        others = [e for e in distinct if not self.is_pinned(e)]
+        waves = [others[first : first + size] for first in range(0, len(others), size)]
+        if pinned:
+            waves[:1] = [pinned + (waves[0] if waves else [])]
+        return waves
 
     def check_integrity(self) -> None:
         """Check that the two tables say the same.
@@ -163,3 +202,19 @@ class Residency:
         resident = sum(slot != ABSENT for slot in self.expert_slot)
         if resident != self.num_slots:
             raise RuntimeError(f"{resident} experts name a slot, of {self.num_slots} slots")
+
+
+def residents_at_start(
+    num_experts: int, num_slots: int, first: Sequence[int], never: Collection[int] = ()
+) -> list[int]:
+    """Experts that lie in slots at the start: some named ones, then the lowest of the others.
+
+    Args:
+        num_experts: E.
+        num_slots: K.
+        first: distinct ids, at most K.
+        never: ids to be left out.
+    """
+    named = {*first, *never}
+    others = (expert for expert in range(num_experts) if expert not in named)
+    return [*first, *itertools.islice(others, num_slots - len(first))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -263,9 +264,9 @@ def test_stores_are_made_ahead_and_are_each_layers_own(monkeypatch: pytest.Monke
     made: list[int] = []
 
     class Counting(HostBuffer):
-        def __init__(self, nbytes: int, *, pin: bool) -> None:
+        def __init__(self, nbytes: int, *, pin: bool, holes: Sequence[tuple[int, int]]) -> None:
             made.append(nbytes)
-            super().__init__(nbytes, pin=pin)
+            super().__init__(nbytes, pin=pin, holes=holes)
 
     monkeypatch.setattr("engine.model.placement.HostBuffer", Counting)
     placement = Placement({0: 2, 2: 3, 5: 4}, device=CPU, pin=False)

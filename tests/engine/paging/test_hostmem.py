@@ -16,5 +16,5 @@ def test_threads_may_fill_what_was_made_in_inference_mode() -> None:
         table = buffer.tensor.view(16, -1)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda row: table[row].fill_(row), range(16)))
-            pool.submit(buffer._touch, 1 << 15).result()
+            pool.submit(buffer._touch, 1 << 15, 1 << 16).result()
     assert table[3, 1:].tolist() == [3] * (table.shape[1] - 1)

@@ -17,6 +17,7 @@ from engine.expert_paging import experts_of
 from engine.memory import RESERVE, plan_memory
 from engine.options import EngineConfig
 from engine.paging_plan import ITEMSIZE, ROUTED, Wish, answer, split
+from engine.plan.paging import learn
 from engine.plan.residency import Residency
 from engine.routing_trace import RoutingTrace, Step, read_trace, write_trace
 from tests.engine.paging.checkpoints import write_qwen
@@ -125,7 +126,7 @@ def test_slots_fit_and_more_of_the_gpu_never_misses_more(tmp_path: Path) -> None
     for slots in (6, 9, 13, 18, 24):
         gpu = (base - fixed.experts - fixed.reserve + slots * experts.nbytes) / (1 - RESERVE)
         wish = Wish(int(gpu) + 64, 24 * experts.nbytes, 64, 2)
-        found = answer(config, trace, wish)
+        found = answer(config, learn(trace.decode_steps(), 8), wish)
         assert found.plan is not None
         assert found.plan.gpu_experts <= max(0, found.split.experts) // experts.nbytes
         assert found.plan.gpu_experts <= slots
