@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.counters import counters
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.moe import moe_torch, moe_triton
-from engine.kernels.moe_decode import Layout, can_stream, stream_experts
+from engine.kernels.moe_decode import LAYOUT, Layout, can_stream, stream_experts
 from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import DECODE_ROWS, Routing, group_torch
+from engine.kernels.router import DECODE_ROWS, DECODE_TILE, STREAM_ROWS, Routing, group_torch
 from tests.engine.kernels.passes import DEVICE
 
 GPU = torch.cuda.is_available()
@@ -181,6 +182,62 @@ def test_layouts_change_nothing(layout: Layout) -> None:
     want = stream_experts(x, r, *args, limit=LIMIT, act_group=32)
     # Sums of a row are the same in any layout.
     assert torch.equal(got, want)
+
+
+# routed format, d, I, act_group, fp8 block: shares of a span each and of a part, a short span last,
+# no rounding, spans of routed and shared weights that differ
+COUNTED = [
+    ("fp8", 32, 32, 32, 32),
+    ("fp8", 32, 160, 128, 32),
+    ("fp8", 32, 64, None, 32),
+    ("fp4", 128, 128, None, 128),
+]
+#: Rows, those that reach no expert, and whether there is a shared expert.
+FOLLOWING = [(1, (), True), (1, (0,), False), (1, (0,), True), (2, (1,), False)]
+#: More than a tile of rows, of which the shared expert makes two.
+MANY = (9, (1,), True)
+
+
+@pytest.mark.parametrize(("kind", "d", "inner", "group", "block"), COUNTED)
+def test_counts_reach_what_is_waited_for(
+    kind: str, d: int, inner: int, group: int | None, block: int
+) -> None:
+    """Shares of W2 wait for counts that never come, or are let through before all is there.
+
+    A GPU would hang or read what is not rounded yet; the interpreter does not wait. Passes follow
+    each other in any order; one with nothing to do leaves the counters to the next as they are.
+    """
+    experts, k = 3, 2
+    routed = (
+        matrix(kind, experts, 2 * inner, d, block=block),
+        matrix(kind, experts, d, inner, block=block, seed=1),
+    )
+    shared = (
+        matrix("fp8", 2 * inner, d, block=block, seed=2),
+        matrix("fp8", d, inner, block=block, seed=3),
+    )
+    spans, shared_spans = (-(-inner // LAYOUT.cut(*w, group)[5]) for w in (routed, shared))
+    most = (STREAM_ROWS + 1) * k + STREAM_ROWS // DECODE_TILE
+    size = 32 + most * (1 + -(-inner // (group or inner)))
+    for rows, none, is_shared in FOLLOWING + [MANY] * (inner == 32):
+        x, r = inputs(rows, d), routing(rows, k, experts, none=none, seed=rows)
+        state = counters(f"experts of {size}", 32 + 2 * size, x.device)
+        turn = int(state[0])
+        args = (x, r, *routed, *(shared if is_shared else (None, None)))
+        got = stream_experts(*args, limit=LIMIT, act_group=group)
+        want = moe_torch(*args, limit=LIMIT, act_group=group)
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
+        used, following = (state[32 + at * size :][:size] for at in (turn, int(state[0])))
+        assert not following.any(), "the next pass would begin with counts of an earlier one"
+        tiles, mixed = int(r.num_tiles), -(-rows // DECODE_TILE) if is_shared else 0
+        if not tiles + mixed:
+            assert int(state[0]) == turn
+            continue
+        assert int(state[0]) == 1 - turn
+        ready = used[32 : 32 + most]
+        assert (ready[:tiles] == spans).all()
+        assert (ready[most - mixed :] == shared_spans).all()
+        assert not ready[tiles : most - mixed].any()
 
 
 @pytest.mark.gpu
