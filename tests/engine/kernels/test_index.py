@@ -221,6 +221,30 @@ def test_stored_keys_choose_as_their_values_do(spans, form):
     assert torch.equal(found, choose(q, w, values, rows, ratio=1, topk=7)[0])
 
 
+@pytest.mark.parametrize("max_end", [0, 3000])
+@pytest.mark.parametrize("topk", [1, 7, 16])
+@pytest.mark.parametrize("spans", PASSES)
+def test_what_idle_rows_ask_is_not_read(spans, topk, max_end, monkeypatch):
+    """A row that sees no more than topk entries may have any queries, and scores nobody wrote any value."""
+    rows, _ = make(PASSES[spans], BLOCK, blocks=BLOCKS, max_end=max_end)
+    q, w, keys = small_integers(rows, 1)
+    want, _ = select.choose_triton(q, w, keys, rows, ratio=1, topk=topk)
+    idle = rows.positions + 1 <= topk
+    q[idle] = torch.nan
+    empty = Tensor.new_empty
+
+    def poison(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(Tensor, "new_empty", poison)
+    found, _ = select.choose_triton(q, w, keys, rows, ratio=1, topk=topk)
+    assert torch.equal(found, want)
+    if not idle.all():  # queries of the others are
+        q[~idle] = torch.nan
+        assert not torch.equal(select.choose_triton(q, w, keys, rows, ratio=1, topk=topk)[0], want)
+
+
 @pytest.mark.parametrize("form", ["torch", "triton"])
 def test_host_bound_does_not_change_the_choice(form):
     """A graph captured for long sequences chooses for short ones what a fitting one does."""
