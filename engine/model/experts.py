@@ -9,7 +9,6 @@ the rest (engine.model.disktier). Issue 7, engine.md A4.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -39,6 +38,7 @@ from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
 from engine.model.hostmem import HostBuffer
+from engine.model.slot_check import byte_sum, check_slots
 from engine.plan.residency import ABSENT, Residency, residents_at_start
 
 #: Called between the bringing in of a layer's experts and their products.
@@ -65,11 +65,6 @@ def _at_once(
     if _is_row(ops, x, w13, w2, shared[0], act_group):
         return experts_row(x, routing, w13, w2, limit=limit)
     return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
-
-
-def _sum(row: Tensor) -> int:
-    """Checksum of an expert's bytes."""
-    return zlib.crc32(row.cpu().numpy().data)
 
 
 class ResidentExperts:
@@ -159,10 +154,11 @@ class PagedExperts:
         self.room = num_slots - len(pinned)
         self.slots = torch.empty((num_slots, layout.nbytes), dtype=torch.uint8, device=device)
         # The host has nothing to compare them with later.
-        self._sums = {expert: _sum(row) for expert, row in pinned.items()}
+        self._sums = {expert: byte_sum(row) for expert, row in pinned.items()}
         others = residents_at_start(count, self.room, (), pinned)
-        rows = self.store[: self.room] if self.cache is not None else map(self.store.__getitem__, others)  # fmt: skip
-        for slot, row in zip(self.slots, [*pinned.values(), *rows], strict=True):
+        rows = range(self.room) if self.cache is not None else others
+        first = [*pinned.values(), *(self.store[row] for row in rows)]
+        for slot, row in zip(self.slots, first, strict=True):
             slot.copy_(row)
         self.w13, self.w2 = layout.stacks(self.slots)
         self._stored = layout.stacks(self.store)
@@ -224,7 +220,7 @@ class PagedExperts:
     def is_one_wave(self, routing: Routing) -> bool:
         """Whether a pass fits the slots whatever its rows are routed to; shapes decide (J7).
 
-        It may be routed past all pinned experts, so that their slots do not count.
+        It may be routed past all pinned experts, so their slots do not count.
         """
         return self.cache is None and routing.experts.numel() <= self.room
 
@@ -487,21 +483,10 @@ class PagedExperts:
         Raises:
             RuntimeError: one has not; a bug.
         """
-        residency = self.read_residency()
-        residency.check_integrity()
         if self.cache is not None:
             self.cache.check_integrity()
-        for slot, (expert, wanted) in enumerate(self._sums.items()):
-            if not residency.is_pinned(expert) or residency.slot_expert[slot] != expert:
-                raise RuntimeError(f"pinned expert {expert} has left slot {slot}")
-            if _sum(self.slots[slot]) != wanted:
-                raise RuntimeError(f"slot {slot} does not hold the bytes of expert {expert}")
-        for slot, expert in enumerate(residency.slot_expert):
-            if expert in self._sums:
-                continue
-            held = self.store[expert] if self.cache is None else self.cache.bytes_of(expert)
-            if not torch.equal(self.slots[slot].cpu(), held):
-                raise RuntimeError(f"slot {slot} does not hold the bytes of expert {expert}")
+        bytes_of = self.store.__getitem__ if self.cache is None else self.cache.bytes_of
+        check_slots(self.slots, self.read_residency(), self._sums, bytes_of)
 
 
 Experts = ResidentExperts | PagedExperts
