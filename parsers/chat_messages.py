@@ -8,7 +8,7 @@ import orjson
 
 from parsers.body import Body, fail, require, written
 from parsers.errors import ClientError
-from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
+from parsers.pairs import ORPHAN, UNANSWERED, Item, Mark, distinct, pair
 from parsers.reasoning import ReasoningStore
 from parsers.request import check_image
 from parsers.rules import Profile
@@ -49,10 +49,13 @@ def read_messages(
         if profile.lenient_messages:
             message = _lenient(message)
         if role == "assistant" and message.get("tool_calls") is not None:
-            message = _read_calls(message, f"{at}.tool_calls", lenient=profile.lenient_messages)
+            message = _read_calls(message, f"{at}.tool_calls", profile)
             if profile.missing_reasoning == "restore":
                 message = _restore(message, store)
         _check_content(message, role, at, served)
+        thought = message.get("reasoning_content")
+        ok = thought is None or isinstance(thought, str)
+        require(ok, f"{at}.reasoning_content", "a string", thought)
         if role == "developer":  # issue 2: rendered as system
             message = {**message, "role": "system"}
         if role == "tool":
@@ -112,7 +115,8 @@ def _check_content(message: dict[str, Any], role: str, at: str, served: ServedMo
             check_image(where, served, url)
 
 
-def _read_calls(message: dict[str, Any], at: str, *, lenient: bool) -> dict[str, Any]:
+def _read_calls(message: dict[str, Any], at: str, profile: Profile) -> dict[str, Any]:
+    lenient = profile.lenient_messages
     calls = message["tool_calls"]
     require(isinstance(calls, list) and bool(calls), at, "a non-empty array of calls", calls)
     seen: set[str] = set()
@@ -122,7 +126,7 @@ def _read_calls(message: dict[str, Any], at: str, *, lenient: bool) -> dict[str,
         require(isinstance(call, dict), where, "an object", call)
         id_ = call.get("id")
         require(isinstance(id_, str), f"{where}.id", "a string", id_)
-        if id_ in seen:
+        if id_ in seen and profile.pairs == "reject":
             raise ClientError(f"{where}.id: {id_!r} is used before", param=f"{where}.id")
         seen.add(id_)
         if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
@@ -134,12 +138,18 @@ def _read_calls(message: dict[str, Any], at: str, *, lenient: bool) -> dict[str,
                 "type": "function",
                 "function": {"name": call["custom"].get("name"), "arguments": arguments},
             }
+        if lenient and call.get("type") is None:
+            call = {**call, "type": "function"}
+        require(call.get("type") == "function", f"{where}.type", "'function'", call.get("type"))
         function = call.get("function")
         require(isinstance(function, dict), f"{where}.function", "an object", function)
         assert isinstance(function, dict)
         if lenient and isinstance(function.get("arguments"), dict):
             text = written(function["arguments"], f"{where}.function.arguments")
             function = {**function, "arguments": text}
+            call = {**call, "function": function}
+        if lenient and function.get("arguments") is None:  # of a tool that takes none
+            function = {**function, "arguments": "{}"}
             call = {**call, "function": function}
         for field in ("name", "arguments"):
             value = function.get(field)
@@ -165,6 +175,25 @@ def _mend_pairs(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             out.append({"role": "tool", "tool_call_id": placed.call, "content": UNANSWERED})
         else:
             out.append({"role": "user", "content": _orphan(message.get("content"))})
+    return _distinct(out)
+
+
+def _distinct(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give calls whose id occurs again, and their results, an id of their own."""
+    marks: list[Mark] = []
+    for message in messages:
+        if message["role"] == "tool":
+            marks.append(("result", message["tool_call_id"]))
+        marks += [("call", call["id"]) for call in message.get("tool_calls") or ()]
+    ids = iter(distinct(marks))
+    out = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": next(ids)}
+        elif message.get("tool_calls"):
+            calls = [{**call, "id": next(ids)} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        out.append(message)
     return out
 
 

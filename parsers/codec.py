@@ -45,6 +45,8 @@ _CHUNKS = Chunks(
 )
 # The codec names a field in quotes, as "Invalid x value" or not at all.
 _QUOTED_PATH = re.compile(r"'((?:messages|tools|stop|input)\[\d+\][^']*)'")
+# In Messages it names a message as "messages.1: ...".
+_DOTTED_MESSAGE = re.compile(r"\Amessages\.(\d+)")
 _INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
 _BAD_SCHEMA = re.compile(r"Invalid schema for function '([^']*)'")
 _PARAM_BY_WORDS = (
@@ -55,6 +57,7 @@ _PARAM_BY_WORDS = (
     ("Stop string", "stop"),
     ("prefix", "messages"),
     ("max_tokens", "max_tokens"),
+    ("'call_id'", "input"),
 )
 _BOOT_TOOL = {
     "type": "function",
@@ -541,6 +544,8 @@ def _param(message: str, body: Mapping[str, Any]) -> str | None:
     """Guess the field that a codec message speaks of; None where it names none."""
     if path := _QUOTED_PATH.search(message):
         return path.group(1)
+    if dotted := _DOTTED_MESSAGE.match(message):
+        return f"messages[{dotted[1]}]"
     if value := _INVALID_VALUE.search(message):
         return value.group(1)
     if schema := _BAD_SCHEMA.search(message):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from parsers.body import Body, require
 from parsers.errors import ClientError
-from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
+from parsers.pairs import ORPHAN, UNANSWERED, Item, Mark, distinct, pair
 from parsers.reasoning import ReasoningStore
 from parsers.request import check_image
 from parsers.rules import Profile
@@ -75,6 +77,9 @@ class _Reader:
         require(isinstance(message, dict), at, "an object", message)
         role, content = message.get("role"), message.get("content")
         require(role in ROLES, f"{at}.role", f"one of {', '.join(ROLES)}", role)
+        lenient = self._profile.lenient_messages
+        if content is None and lenient:
+            content = ""
         if isinstance(content, str):
             return {"role": role, "content": content}
         expected = "a string or an array of blocks"
@@ -86,7 +91,7 @@ class _Reader:
                 blocks.append(read)
         if role == "assistant":
             self._restore(blocks)
-        if content and not blocks:
+        if not blocks and (content or lenient):
             blocks = [{"type": "text", "text": ""}]
         return {"role": role, "content": blocks}
 
@@ -104,8 +109,13 @@ class _Reader:
             check_image(at, self._served, "data:" if inline else None)
         elif type_ == "redacted_thinking":
             return None  # nobody but its maker can read it
+        elif type_ == "thinking":
+            if block.get("thinking") is None and self._profile.lenient_messages:
+                block = {**block, "thinking": ""}  # a server that keeps its thoughts to itself
+            text = block.get("thinking")
+            require(isinstance(text, str), f"{at}.thinking", "a string", text)
         elif type_ == "tool_use":
-            self._tool_use(block, at)
+            block = self._tool_use(block, at)
         elif type_ == "tool_result":
             return self._tool_result(block, at)
         elif type_ in ("search_result", "document"):
@@ -119,16 +129,23 @@ class _Reader:
                 )
             self._ignored.append(at)
             return None
+        elif type_ != "tool_reference":
+            raise ClientError(
+                f"{at}.type: expected text, image, document, thinking, tool_use or tool_result, "
+                f"got {type_!r}",
+                param=f"{at}.type",
+            )
         return {key: value for key, value in block.items() if key != "cache_control"}
 
-    @staticmethod
-    def _tool_use(block: _Message, at: str) -> None:
+    def _tool_use(self, block: _Message, at: str) -> _Message:
         for field in ("id", "name"):
             value = block.get(field)
             require(isinstance(value, str), f"{at}.{field}", "a string", value)
-        require(
-            isinstance(block.get("input"), dict), f"{at}.input", "an object", block.get("input")
-        )
+        if self._profile.lenient_messages:
+            return {**block, "input": _input(block.get("input"))}
+        value = block.get("input")
+        require(isinstance(value, dict), f"{at}.input", "an object", value)
+        return block
 
     def _tool_result(self, block: _Message, at: str) -> _Message:
         id_ = block.get("tool_use_id")
@@ -163,6 +180,19 @@ class _Reader:
             blocks.insert(0, {"type": "thinking", "thinking": found, "signature": ""})
 
 
+def _input(value: Any) -> Any:
+    """Read the arguments of a call where a client has kept their text, or nothing for none."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, str):
+        try:
+            parsed = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+        return parsed if isinstance(parsed, dict) else value
+    return value
+
+
 def _as_text(block: _Message) -> _Message:
     """Write a search result or a document of text as text; the codec has no place for either."""
     source = block.get("source")
@@ -195,7 +225,7 @@ def _results(message: _Message) -> list[str]:
 
 
 def _unpaired(messages: list[_Message]) -> ClientError | None:
-    """Check that each tool use is answered in the very next message, and nothing else is."""
+    """Check that each tool use is answered at once in the next message, and nothing else is."""
     pending: list[str] = []
     for i, message in enumerate([*messages, {"role": "user", "content": ""}]):
         results = _results(message)
@@ -212,7 +242,21 @@ def _unpaired(messages: list[_Message]) -> ClientError | None:
                 f"messages[{i}].content: {orphans[0]!r} answers no tool_use of the message before",
                 param=f"messages[{i}].content",
             )
+        late = results and any(
+            block["type"] != "tool_result" for block in message["content"][: len(results)]
+        )
+        if late:
+            return ClientError(
+                f"messages[{i}].content: tool_result blocks come before any other block",
+                param=f"messages[{i}].content",
+            )
         pending = _calls(message)
+        twice = [id_ for id_ in pending if pending.count(id_) > 1]
+        if twice:
+            return ClientError(
+                f"messages[{i}].content: {twice[0]!r} is the id of two tool_use blocks",
+                param=f"messages[{i}].content",
+            )
     return None
 
 
@@ -247,7 +291,36 @@ def _mended(messages: list[_Message]) -> list[_Message]:
             out[-1] = {"role": "user", "content": [*out[-1]["content"], *_blocks(piece)]}
         else:
             out.append(piece)
-    return out
+    return _distinct(out)
+
+
+def _distinct(messages: list[_Message]) -> list[_Message]:
+    """Give calls whose id occurs again, and their results, an id of their own."""
+    fields = {"tool_use": "id", "tool_result": "tool_use_id"}
+    blocks = [
+        block
+        for message in messages
+        if not isinstance(message["content"], str)
+        for block in message["content"]
+        if block["type"] in fields
+    ]
+    marks: list[Mark] = [
+        ("call" if block["type"] == "tool_use" else "result", block[fields[block["type"]]])
+        for block in blocks
+    ]
+    ids = iter(distinct(marks))
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": [
+                {**block, fields[block["type"]]: next(ids)} if block["type"] in fields else block
+                for block in message["content"]
+            ],
+        }
+        for message in messages
+    ]
 
 
 def _orphan(content: Any) -> list[_Message]:

@@ -3,12 +3,14 @@
 Knows items that make calls and items that answer one; what they look like is the readers' affair.
 The rule (issue 3, profile ``agent``): a result stands right behind the turn that called, in the
 order of the results; a call without one is answered by ``UNANSWERED``; a result without a call, or
-a second one, is shown to the model as a user's text that begins with ``ORPHAN``.
+a second one, is shown to the model as a user's text that begins with ``ORPHAN``. A call whose id
+occurred before (some servers number the calls of each turn from 0) gets an id of its own, and its
+result the same: the codec takes an id only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 UNANSWERED = "[no result: this call was not answered]"
@@ -91,3 +93,34 @@ def _answer(items: Sequence[Item], call: str, start: int, claimed: set[int]) -> 
         if items[index].answers == call and index not in claimed:
             return index
     return None
+
+
+Mark = tuple[Literal["call", "result"], str]
+"""A call or a result, and its id."""
+
+
+def distinct(ids: Iterable[Mark]) -> list[str]:
+    """Give every call an id of its own.
+
+    Args:
+        ids: of the calls and their results, each result behind its call.
+
+    Returns:
+        Their new ids in the same order; the first call of an id keeps it.
+    """
+    used: set[str] = set()
+    unanswered: dict[str, list[str]] = {}
+    out: list[str] = []
+    for kind, id_ in ids:
+        waiting = unanswered.setdefault(id_, [])
+        if kind == "result":
+            out.append(waiting.pop(0) if waiting else id_)
+            continue
+        own, count = id_, 1
+        while own in used:
+            count += 1
+            own = f"{id_}_{count}"
+        used.add(own)
+        waiting.append(own)
+        out.append(own)
+    return out

@@ -125,7 +125,10 @@ def read_responses(
 
     text = body.get("text", {})
     echo = _echo(raw, body, stored, tools, stateful=stateful)
-    body |= {"model": served.name, "input": items}
+    body["model"] = served.name
+    if items or "input" in body:
+        require(bool(items), "input", "an item that holds something for the model", body["input"])
+        body["input"] = items
     if tools.kept:
         body["tools"] = tools.kept
         body["tool_choice"] = _codec_choice(choice, tools.customs)
@@ -173,7 +176,8 @@ def _read_state(body: Body, stateful: bool, history: bytes | None) -> Stored:
     kept: Any = [] if history is None or previous is None else orjson.loads(history)
     if isinstance(kept, dict):
         kept = [*kept["input"], *kept["output"]]
-    require(bool(sent) or bool(kept), "input", "a string or a non-empty array of items", sent)
+    enough = bool(sent or kept) or ("input" not in body and bool(body.get("instructions")))
+    require(enough, "input", "a string or a non-empty array of items", sent)
     written(sent, "input")  # a store has to be able to write it
     for i, item in enumerate(sent):
         require(isinstance(item, dict), f"input[{i}]", "an object", item)

@@ -10,7 +10,7 @@ import orjson
 from parsers.body import require, written
 from parsers.edits import SEARCH
 from parsers.errors import ClientError
-from parsers.pairs import ORPHAN, UNANSWERED, Item, pair
+from parsers.pairs import ORPHAN, UNANSWERED, Item, distinct, pair
 from parsers.reasoning import ReasoningStore
 from parsers.request import check_image
 from parsers.rules import Profile
@@ -36,6 +36,11 @@ _HOSTED = (
     "mcp_approval_request",
     "mcp_approval_response",
 )
+# Fields in which an item of any type may hold something that the model is to know.
+_CARRIERS = ("content", "text", "summary", "encrypted_content", "input", "output", "tools")
+
+# It asks for a summary of the context, which the client would wait for in vain.
+_REFUSED = ("compaction_trigger",)
 
 _Entry = dict[str, Any]
 
@@ -83,7 +88,8 @@ class ItemReader:
             if (entry := self._item(item, at)) is not None:
                 read.append(entry)
         paired = self._paired(read)
-        return paired if self._store is None else self._restored(paired, self._store)
+        whole = paired if self._store is None else self._restored(paired, self._store)
+        return _distinct(whole) if self._profile.pairs == "mend" else whole
 
     def _item(self, item: _Entry, at: str) -> _Entry | None:
         type_ = item.get("type")
@@ -100,7 +106,14 @@ class ItemReader:
             return self._call(item, at)
         if type_ in ("tool_search_call", "tool_search_output"):
             return self._search(item, at)
-        if type_ in _HOSTED:
+        # The codec leaves out any item that it does not know; a context is not to be lost so.
+        silent = (
+            self._profile.lenient_messages
+            and isinstance(type_, str)
+            and type_ not in _REFUSED
+            and not any(item.get(name) for name in _CARRIERS)
+        )
+        if type_ in _HOSTED or silent:
             self._ignored.append(at)
             return None
         raise ClientError(
@@ -124,6 +137,8 @@ class ItemReader:
     def _message(self, item: _Entry, at: str) -> _Entry:
         role, content = item.get("role"), item.get("content")
         require(role in ROLES, f"{at}.role", f"one of {', '.join(ROLES)}", role)
+        if content is None and self._profile.lenient_messages:
+            content = ""
         if not isinstance(content, str):
             content = self._parts(content, f"{at}.content")
         if role == "developer":  # issue 3: in all profiles; the codec makes it a user on V4
@@ -162,7 +177,11 @@ class ItemReader:
         if item["type"] in _OUTPUTS:
             output = item.get("output")
             if not isinstance(output, str):
-                output = self._parts(output, f"{at}.output")
+                # A result that was an answer elsewhere: the codec reads input parts only.
+                output = [
+                    {**part, "type": "input_text"} if part["type"] == "output_text" else part
+                    for part in self._parts(output, f"{at}.output")
+                ]
             return {"type": item["type"], "call_id": id_, "output": output}
         field = "arguments" if item["type"] == "function_call" else "input"
         for name in ("name", field):
@@ -243,6 +262,17 @@ class ItemReader:
                 begin, thought = len(out) + 1, False
             out.append(item)
         return out
+
+
+def _distinct(items: list[_Entry]) -> list[_Entry]:
+    """Give calls whose id occurs again, and their outputs, an id of their own."""
+    which = [i for i, item in enumerate(items) if item["type"] in (*_CALLS, *_OUTPUTS)]
+    ids = distinct(
+        ("call" if items[i]["type"] in _CALLS else "result", items[i]["call_id"]) for i in which
+    )
+    for i, id_ in zip(which, ids, strict=True):
+        items[i] = {**items[i], "call_id": id_}
+    return items
 
 
 def _reasoning(item: _Entry) -> _Entry:

@@ -81,12 +81,14 @@ class Profile:
     pairs: Literal["reject", "mend"] = field(
         metadata=means(
             "calls without a result and results without a call: 400, or a result that says so is put"
-            " in, and the orphan is shown as a user's text"
+            " in, and the orphan is shown as a user's text; a result that does not stand right behind"
+            " its call is moved there, and a call whose id occurs again gets an id of its own"
         )
     )
     lenient_messages: bool = field(
         metadata=means(
-            "chat history may hold null content in any role and call arguments as an object"
+            "a history may hold null content in any role, call arguments as an object, as text or"
+            " none, and in Responses items that are unknown and hold nothing for the model"
         )
     )
     hosted_tools: Literal["refuse", "drop"] = field(

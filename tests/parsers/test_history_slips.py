@@ -1,0 +1,264 @@
+"""Slips in histories that clients were seen to send: mended for agents, refused by name elsewhere.
+
+A mended history gives the very prompt of the history that was meant. The bodies are composed
+here; the thread beside each shows that clients send such ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, strategies as st
+
+from parsers import ClientError, Codec
+from parsers.errors import Protocol
+from parsers.pairs import Mark, distinct
+
+Turns = list[dict[str, Any]]
+ASK: dict[str, Any] = {"role": "user", "content": "q"}
+
+
+def chat(call: dict[str, Any], **turn: Any) -> Turns:
+    calling = {"role": "assistant", "content": None, "tool_calls": [call], **turn}
+    return [ASK, calling, {"role": "tool", "tool_call_id": "c", "content": "r"}]
+
+
+def call(id_: str = "c", **function: Any) -> dict[str, Any]:
+    return {
+        "id": id_,
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}", **function},
+    }
+
+
+def use(id_: str = "c", **fields: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id_, "name": "f", "input": {}, **fields}
+
+
+def result(id_: str = "c", content: Any = "r") -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id_, "content": content}
+
+
+def messages(calling: Turns, answer: Turns) -> Turns:
+    return [ASK, {"role": "assistant", "content": calling}, {"role": "user", "content": answer}]
+
+
+def made(id_: str = "c", **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id_, "name": "f", "arguments": "{}", **fields}
+
+
+def output(id_: str = "c", text: Any = "r") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id_, "output": text}
+
+
+def without(field: str, item: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in item.items() if key != field}
+
+
+TEXT = {"type": "text", "text": "and?"}
+THOUGHT = {"type": "thinking", "thinking": "", "signature": "s"}
+DONE: dict[str, Any] = {"type": "message", "role": "assistant", "content": "ok"}
+PARAMETERS = {"type": "object", "properties": {}}
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "chat": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}],
+    "messages": [{"name": "f", "input_schema": PARAMETERS}],
+    "responses": [{"type": "function", "name": "f", "parameters": PARAMETERS}],
+}
+
+# Protocol, what was sent, what was meant, and the path that is refused in profile official.
+SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
+    # zed-industries/zed#26144, labring/FastGPT#4754: a tool without arguments
+    "chat: arguments null": (
+        "chat",
+        chat(call(arguments=None)),
+        chat(call()),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    "chat: no type": (
+        "chat",
+        chat(without("type", call())),
+        chat(call()),
+        "messages[1].tool_calls[0].type",
+    ),
+    # can1357/oh-my-pi#2055, openclaw/openclaw#47136
+    "chat: an id twice in a turn": (
+        "chat",
+        [
+            ASK,
+            {"role": "assistant", "content": None, "tool_calls": [call(), call()]},
+            {"role": "tool", "tool_call_id": "c", "content": "1"},
+            {"role": "tool", "tool_call_id": "c", "content": "2"},
+        ],
+        [
+            ASK,
+            {"role": "assistant", "content": None, "tool_calls": [call("a"), call("b")]},
+            {"role": "tool", "tool_call_id": "a", "content": "1"},
+            {"role": "tool", "tool_call_id": "b", "content": "2"},
+        ],
+        "messages[1].tool_calls[1].id",
+    ),
+    # anthropics/claude-code#6695, langchain-ai/langsmith-sdk#2435
+    "messages: input as text": (
+        "messages",
+        messages([use(input='{"a": 1}')], [result()]),
+        messages([use(input={"a": 1})], [result()]),
+        "messages[1].content[0].input",
+    ),
+    "messages: input empty": (
+        "messages",
+        messages([use(input="")], [result()]),
+        messages([use()], [result()]),
+        "messages[1].content[0].input",
+    ),
+    "messages: input missing": (
+        "messages",
+        messages([without("input", use())], [result()]),
+        messages([use()], [result()]),
+        "messages[1].content[0].input",
+    ),
+    "messages: a text before the result": (
+        "messages",
+        messages([use()], [TEXT, result()]),
+        messages([use()], [result(), TEXT]),
+        "messages[2].content",
+    ),
+    # anthropics/claude-code#21094
+    "messages: an id twice in a turn": (
+        "messages",
+        messages([use(), use()], [result(content="1"), result(content="2")]),
+        messages([use("a"), use("b")], [result("a", "1"), result("b", "2")]),
+        "messages[1].content",
+    ),
+    "messages: a thought without its text": (
+        "messages",
+        messages([without("thinking", THOUGHT), use()], [result()]),
+        messages([THOUGHT, use()], [result()]),
+        "messages[1].content[0].thinking",
+    ),
+    # anthropics/claude-code#59812: what an interrupted turn leaves
+    "messages: an empty turn": (
+        "messages",
+        [ASK, {"role": "assistant", "content": []}, ASK],
+        [ASK, {"role": "assistant", "content": ""}, ASK],
+        "messages[1]",
+    ),
+    # NousResearch/hermes-agent#111443, fw-ai/fireconnect#16
+    "responses: an id in every turn": (
+        "responses",
+        [ASK, made(), output(text="1"), DONE, ASK, made(), output(text="2")],
+        [ASK, made("a"), output("a", "1"), DONE, ASK, made("b"), output("b", "2")],
+        "input",
+    ),
+    "responses: an id twice in a turn": (
+        "responses",
+        [ASK, made(), made(), output(text="1"), output(text="2")],
+        [ASK, made("a"), made("b"), output("a", "1"), output("b", "2")],
+        "input",
+    ),
+    # ogx-ai/ogx#4978
+    "responses: an answer as a result": (
+        "responses",
+        [ASK, made(), output(text=[{"type": "output_text", "text": "r"}])],
+        [ASK, made(), output(text=[{"type": "input_text", "text": "r"}])],
+        "",
+    ),
+    "responses: null content": (
+        "responses",
+        [ASK, {**DONE, "content": None}, ASK],
+        [ASK, {**DONE, "content": ""}, ASK],
+        "input[1].content",
+    ),
+    # Edward-lyz/codex-mixin#10, openai/codex#27423: a client's own notes
+    "responses: an unknown item": (
+        "responses",
+        [ASK, {"type": "ghost_snapshot", "ghost_commit": {"id": "x"}}, made(), output()],
+        [ASK, made(), output()],
+        "input[1].type",
+    ),
+}
+
+
+def prompt(codec: Codec, protocol: Protocol, turns: Turns) -> tuple[int, ...]:
+    fields = {"input": turns} if protocol == "responses" else {"messages": turns}
+    body = {"model": codec.model.name, "tools": TOOLS[protocol], **fields}
+    return codec.open_exchange(protocol, orjson.dumps(body), exchange_id="ID").prompt_ids
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_mended(codec: Codec, slip: str) -> None:
+    """Profile agent: the prompt is that of the history that was meant."""
+    protocol, sent, meant, _ = SLIPS[slip]
+    assert prompt(codec, protocol, sent) == prompt(codec, protocol, meant)
+
+
+@pytest.mark.parametrize("slip", [slip for slip, row in SLIPS.items() if row[3]])
+def test_a_slip_is_refused_by_name(official: Codec, slip: str) -> None:
+    """Profile official: 400 that says where."""
+    protocol, sent, _, path = SLIPS[slip]
+    with pytest.raises(ClientError) as caught:
+        prompt(official, protocol, sent)
+    assert (caught.value.status, caught.value.param) == (400, path)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "turns", "path"),
+    [
+        ("chat", chat(call(), reasoning_content=["x"]), "messages[1].reasoning_content"),
+        ("chat", chat({**call(), "type": "tool"}), "messages[1].tool_calls[0].type"),
+        ("messages", messages([{"type": "zz"}], [TEXT]), "messages[1].content[0].type"),
+        ("responses", [ASK, {"type": "compaction_trigger"}], "input[1].type"),
+        ("responses", [ASK, {"type": "compaction", "encrypted_content": "x"}], "input[1].type"),
+        ("responses", [ASK, {"type": "zz", "content": "text"}], "input[1].type"),
+        ("responses", [{"type": "zz"}], "input"),
+    ],
+)
+def test_what_cannot_be_guessed_is_refused_by_name(
+    codec: Codec, protocol: Protocol, turns: Turns, path: str
+) -> None:
+    """Profile agent too: no context is dropped in silence, and the path is told."""
+    with pytest.raises(ClientError) as caught:
+        prompt(codec, protocol, turns)
+    assert (caught.value.status, caught.value.param) == (400, path)
+
+
+def test_instructions_alone_are_a_request(codec: Codec, official: Codec) -> None:
+    """Responses: no input, as with the codec; an empty one is refused."""
+    for one in (codec, official):
+        body = {"model": one.model.name, "instructions": "Say hello."}
+        assert one.open_exchange("responses", orjson.dumps(body), exchange_id="ID").prompt_ids
+        with pytest.raises(ClientError, match="input") as caught:
+            one.open_exchange("responses", orjson.dumps({**body, "input": []}), exchange_id="ID")
+        assert caught.value.param == "input"
+
+
+@given(
+    ids=st.lists(
+        st.lists(st.sampled_from(["a", "b", "a_2", "c"]), max_size=4).flatmap(
+            lambda turn: st.tuples(st.just(turn), st.permutations(turn))
+        ),
+        max_size=5,
+    )
+)
+def test_distinct_ids(ids: list[tuple[list[str], list[str]]]) -> None:
+    """No id is given twice, first ones stay, and calls of one id get their results in order."""
+    marks: list[Mark] = []
+    for calls, results in ids:
+        marks += [("call", id_) for id_ in calls]
+        marks += [("result", id_) for id_ in results]
+    new = distinct(marks)
+    made_ = [id_ for id_, (kind, _) in zip(new, marks, strict=True) if kind == "call"]
+    assert len(set(made_)) == len(made_)
+    assert sorted(made_) == sorted(
+        id_ for id_, (kind, _) in zip(new, marks, strict=True) if kind == "result"
+    )
+    at = 0
+    for calls, results in ids:
+        begun, ended = new[at : at + len(calls)], new[at + len(calls) : at + 2 * len(calls)]
+        at += 2 * len(calls)
+        for old in set(calls):
+            mine = [n for n, o in zip(begun, calls, strict=True) if o == old]
+            assert mine == [n for n, o in zip(ended, results, strict=True) if o == old]
+    if marks:
+        assert new[0] == marks[0][1]
