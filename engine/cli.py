@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--paged", action="store_true", help="give experts slots, the same in every paged layer"
     )
     plan.add_argument(
-        "--trace", type=Path, metavar="FILE", help="routing trace: give experts their slots by it"
+        "--trace", type=Path, metavar="FILE", help="routing trace: slots, and who stays, by it"
     )
     plan.add_argument(
         "--out", type=Path, metavar="FILE", help="of --paged or --trace: write each layer's slots"
@@ -97,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "audit":
             return _audit(args)
         return _convert(args.source, args.target, args.architecture, args.config)
-    except (EngineError, OSError, ValueError) as error:
+    except OSError as error:
+        told = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"bathyal engine {args.command}: {told}", file=sys.stderr)
+        return 2
+    except (EngineError, ValueError) as error:
         print(f"bathyal engine {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -119,6 +123,11 @@ def _audit(args: argparse.Namespace) -> int:
     from engine.audit import Load, audit
     from engine.audit_report import write_report
 
+    for flag, count in (("--new-tokens", args.new_tokens), ("--repeats", args.repeats)):
+        if count < 1:
+            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
+    if not args.limit > 0:
+        raise ValueError(f"--limit: expected a number of seconds above 0, got {args.limit}")
     load = Load(
         lengths=_numbers("--lengths", args.lengths),
         concurrency=_numbers("--concurrency", args.concurrency),
@@ -203,6 +212,15 @@ def _plan(args: argparse.Namespace) -> int:
     for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
         if value is not None and not 0 < value < 1e6:
             raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
+    for flag, count, least in (
+        ("--context", args.context, 2),
+        ("--concurrency", args.concurrency, 1),
+    ):
+        if count is not None and count < least:
+            raise ValueError(f"{flag}: expected a whole number of at least {least}, got {count}")
+    most = read_config(args.model).max_position_embeddings
+    if args.context is not None and args.context > most:
+        raise ValueError(f"--context: the model's context is {most} tokens, got {args.context}")
     if args.paged or args.trace is not None:
         return _plan_slots(args)
     if args.out is not None:
@@ -250,9 +268,6 @@ def _plan_slots(args: argparse.Namespace) -> int:
     from engine.paging_plan import Wish, report
     from engine.routing_trace import read_trace
 
-    for flag, count in (("--context", args.context), ("--concurrency", args.concurrency)):
-        if count is not None and count < 1:
-            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
     config = read_config(args.model)
     limit = container_memory()
     host = limit if args.host_gb is None else int(args.host_gb * 1e9)
@@ -272,13 +287,14 @@ def _plan_slots(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: MemoryPlan) -> int:
+    width = max(28, *(len(item.what) for item in plan.items))
     for owner in ("weights", "slots", "blocks", "steps", "prompts", "host"):
         items = [item for item in plan.items if item.owner == owner]
         total = sum(item.nbytes for item in items)
-        print(f"{owner:<30}{total:>18,}")
+        print(f"{owner:<{width + 2}}{total:>18,}")
         for item in items:
-            print(f"  {item.what:<28}{item.nbytes:>18,}  {item.why}")
-    print(f"{'device in all':<30}{plan.nbytes:>18,}")
+            print(f"  {item.what:<{width}}{item.nbytes:>18,}  {item.why}")
+    print(f"{'device in all':<{width + 2}}{plan.nbytes:>18,}")
     tokens = plan.num_blocks * plan.block_size
     print(
         f"holds     {tokens:,} tokens in {plan.num_blocks:,} blocks of {plan.block_nbytes:,} bytes,"

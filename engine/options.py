@@ -240,8 +240,8 @@ class EngineConfig:
     )
     expert_slots_file: Path | None = _option(  # noqa: RUF009 - a declaration, as all
         None,
-        "file with the slots of each layer, as bathyal engine plan --trace writes it, in place of"
-        " expert_slots",
+        "file with the slots of each layer and the experts that stay in them, as bathyal engine plan"
+        " --trace writes it, in place of expert_slots",
         file="old",
     )
     resident_layers: int = _option(
