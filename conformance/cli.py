@@ -302,17 +302,16 @@ def _first_model(base_url: str, key: str | None) -> str:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         reply = httpx.get(f"{root}/v1/models", headers=headers, timeout=10, trust_env=False)
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise MisuseError(f"--base-url: expected an http or https URL, got {base_url!r}") from error
+    except httpx.HTTPError as error:
+        raise MisuseError(f"{root} does not answer: {type(error).__name__}: {error}") from error
+    try:
         return str(reply.json()["data"][0]["id"])
-    except (
-        httpx.HTTPError,
-        httpx.InvalidURL,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-    ) as error:
+    except (ValueError, KeyError, IndexError, TypeError):
         raise MisuseError(
-            f"{root}/v1/models names no model ({type(error).__name__}: {error}); give --model"
+            f"{root}/v1/models names no model (status {reply.status_code}: {reply.text[:200]!r});"
+            " give --model"
         ) from None
 
 

@@ -16,6 +16,17 @@ PrefillMode = Literal["off", "exact", "bounded"]
 PREFILL_MODES: tuple[PrefillMode, ...] = ("off", "exact", "bounded")
 
 
+def listed(problems: Sequence[str], separator: str = "; ") -> str:
+    """Join problems for an error's text: the first eight, and how many more there are.
+
+    A wrong folder has one problem per tensor, which is tens of thousands for a large model.
+    """
+    shown = list(problems[:8])
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown):,} more")
+    return separator.join(shown)
+
+
 class EngineError(Exception):
     """The engine cannot do what was asked; the message says why and what would be accepted."""
 

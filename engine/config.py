@@ -300,9 +300,12 @@ def read_config_file(path: Path | str, build: Callable[[Any], Config]) -> Config
     try:
         data = orjson.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(str(path), ["file not found"]) from None
+        found = "file not found" if path.suffix == ".json" else "there is no such folder"
+        raise ConfigError(str(path), [found]) from None
     except orjson.JSONDecodeError as error:
         raise ConfigError(str(path), [f"not JSON: {error}"]) from None
+    except OSError as error:
+        raise ConfigError(str(path), [str(error.strerror)]) from None
     try:
         return build(data)
     except ConfigError as error:

@@ -17,10 +17,11 @@ from typing import Any
 
 import orjson
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.api import EngineError
+from engine.api import EngineError, listed
 from engine.config import Version
 from engine.config_checks import CSA_RATIO
 from engine.model.writer import save_checkpoint
@@ -109,15 +110,27 @@ def convert(
     files = sorted(source.glob(weights_name))
     if not config_path.is_file() or not files:
         raise ConvertError(f"{source}: expected {config_name} and {weights_name}")
-    hf = orjson.loads(config_path.read_bytes())
+    try:
+        hf = orjson.loads(config_path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ConvertError(f"{config_path}: not JSON: {error}") from None
     state: dict[str, Tensor] = {}
     for file in files:
-        state |= load_file(file)
+        try:
+            state |= load_file(file)
+        except SafetensorError as error:
+            raise ConvertError(f"{file}: not a safetensors file: {error}") from None
     narrow = sorted({str(t.dtype) for t in state.values() if t.dtype.itemsize == 1})
     if narrow:
         raise ConvertError(f"{source}: expected unquantised weights, got {', '.join(narrow)}")
     tensors = official_tensors(state)
-    config = official_config(hf)
+    try:
+        config = official_config(hf)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(
+            f"{config_path}: expected the config of a transformers DeepseekV4ForCausalLM,"
+            f" got one that cannot be read as such: {type(error).__name__} {error}"
+        ) from None
     if architecture == "v4.1":
         config, tensors = _as_v41(config, tensors)
     whole = all(t.dtype != torch.bfloat16 for t in state.values())
@@ -140,7 +153,10 @@ def official_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             unknown.append(name)
         tensors |= found
     if unknown:
-        raise ConvertError("unknown tensors: " + ", ".join(unknown))
+        raise ConvertError(
+            f"expected transformers' names of tensors, got {len(unknown)} unknown tensors: "
+            + listed(unknown, ", ")
+        )
     return tensors
 
 

@@ -28,6 +28,9 @@ from gateway.settings import Settings
 from gateway.stored import StoredResponses
 from parsers import ClientError, ServedModel
 
+#: Characters of a path that a 404 repeats.
+_SHOWN_PATH = 200
+
 
 def create_app(settings: Settings, backend: Backend) -> Starlette:
     """Build the application around a backend that has not been started.
@@ -114,7 +117,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """404 and 405 in the caller's error shape; the Allow header of a 405 stays."""
     assert isinstance(error, HTTPException)
     call = Call.of(request.scope)
-    what = f"{request.method} {call.path}"
+    what = f"{request.method} {call.path[:_SHOWN_PATH]}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message, code = f"{what}: this path takes {allowed} only", "method_not_allowed"

@@ -6,6 +6,7 @@ Exit status: 0 fine, 1 found something, 2 misuse.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,6 @@ _REPORTED = (
     ClientError,
     ReplayError,
     StoreError,
-    OSError,
 )
 
 
@@ -53,11 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["engine"]:
         from engine.cli import main as engine_main
 
-        return engine_main(arguments[1:])
+        try:
+            return engine_main(arguments[1:])
+        except KeyboardInterrupt:  # an audit takes minutes
+            return 130
     parsed = _parser().parse_args(arguments)
     given = {name: getattr(parsed, name, None) for name, _, _ in flags()}
     try:
         status: int = parsed.run(Settings.load(os.environ, given), parsed)
+    except OSError as error:
+        told = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"bathyal: {told}", file=sys.stderr)
+        return 2
     except _REPORTED as error:
         print(f"bathyal: {error}", file=sys.stderr)
         return 2
@@ -149,7 +156,10 @@ def _parse(settings: Settings, parsed: argparse.Namespace) -> int:
     holds the end of a thought.
     """
     codec = _codec(settings)
-    text = parsed.output.read_text(encoding="utf-8")
+    try:
+        text = parsed.output.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{parsed.output}: expected text in UTF-8: {error}") from error
     body: dict[str, object] = {
         "model": codec.model.name,
         "messages": [{"role": "user", "content": "-"}],
@@ -173,8 +183,11 @@ def _parse(settings: Settings, parsed: argparse.Namespace) -> int:
 
 
 def _replay(settings: Settings, parsed: argparse.Namespace) -> int:
-    """Feed recorded tokens to the parsers again; 1 if a reply comes out otherwise."""
-    codec = _codec(settings)
+    """Feed recorded tokens to the parsers again; 1 if a reply comes out otherwise.
+
+    Any name of the model is answered to: which ones were served is not what a replay compares.
+    """
+    codec = _codec(dataclasses.replace(settings, aliases=("*",)))
     played = differing = 0
     for found in replay(parsed.record, codec):
         played += 1

@@ -24,6 +24,8 @@ _GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0,
 _NOTED = 512
 #: Names that clients make up are counted one by one up to here, then together.
 MOST_NAMES = 100
+#: Characters of a name that is counted by itself.
+LONGEST_NAME = 64
 OTHER = "(other)"
 
 
@@ -107,7 +109,7 @@ class Metrics:
         """Count fields without effect; a client that makes up names fills no memory."""
         for name in names:
             if name not in self._names:
-                if len(self._names) >= MOST_NAMES:
+                if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:
                     name = OTHER
                 else:
                     self._names.add(name)

@@ -17,6 +17,7 @@ from gateway.errors import error_response
 from gateway.service import Service, json_response
 from gateway.threads import in_thread
 from parsers import ClientError, Codec, parse_function_call, separate_reasoning
+from parsers.body import describe, fail
 
 #: SGLang's names of the parsers whose families we parse, spelled without separators.
 _PARSER_NAMES = frozenset({"deepseekv4", "deepseekv41"})
@@ -135,7 +136,7 @@ def _tokenized(codec: Codec, body: bytes) -> bytes:
     elif isinstance(fields["prompt"], str):
         ids = codec.tokenize(fields["prompt"])
     else:
-        raise _wrong("prompt", "a string", fields["prompt"])
+        raise fail("prompt", "a string", fields["prompt"])
     return orjson.dumps(
         {"tokens": ids, "count": len(ids), "max_model_len": codec.model.max_model_len}
     )
@@ -154,9 +155,9 @@ def _separated(codec: Codec, body: bytes) -> bytes:
     fields = _fields(body)
     text, blocks = fields.get("text"), fields.get("return_blocks") or False
     if not isinstance(text, str):
-        raise _wrong("text", "a string", text)
+        raise fail("text", "a string", text)
     if not isinstance(blocks, bool):
-        raise _wrong("return_blocks", "true or false", blocks)
+        raise fail("return_blocks", "true or false", blocks)
     _check_family(fields, "reasoning_parser", _PARSER_NAMES)
     return orjson.dumps(separate_reasoning(text).reply(blocks=blocks))
 
@@ -165,29 +166,25 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise ClientError(f"the body is not JSON: {error}") from None
+        raise ClientError(f"request body: expected a JSON object: {error}") from None
     if not isinstance(fields, dict):
-        raise ClientError(f"the body must be a JSON object, got {type(fields).__name__}")
+        raise ClientError(f"request body: expected a JSON object, got {describe(fields)}")
     return fields
-
-
-def _wrong(param: str, expected: str, value: Any) -> ClientError:
-    return ClientError(f"{param}: expected {expected}, got {type(value).__name__}", param=param)
 
 
 def _parse_request(fields: dict[str, Any]) -> tuple[str, list[Any]]:
     """Read the body of /parse_function_call: `text`, `tools` (may be absent), `tool_call_parser`."""
     text = fields.get("text")
     if not isinstance(text, str):
-        raise _wrong("text", "a string", text)
+        raise fail("text", "a string", text)
     tools = [] if fields.get("tools") is None else fields["tools"]
     if not isinstance(tools, list):
-        raise _wrong("tools", "a list of tools", tools)
+        raise fail("tools", "a list of tools", tools)
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            raise _wrong(f"tools[{i}].function", "an object with a name", function)
+            raise fail(f"tools[{i}].function", "an object with a name", function)
     _check_family(fields, "tool_call_parser", _PARSER_NAMES)
     return text, tools
 

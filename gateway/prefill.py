@@ -34,7 +34,7 @@ def read_prefill(headers: Sequence[tuple[bytes, bytes]]) -> Prefill:
     """Read both headers of an ASGI scope.
 
     Raises:
-        ClientError: one of them has a value that it cannot have.
+        ClientError: one of them has a value that it cannot have, or they rule each other out.
     """
     mode = header(headers, MODE.encode()).strip().lower()
     parity = header(headers, PARITY.encode()).strip().lower()
@@ -42,4 +42,9 @@ def read_prefill(headers: Sequence[tuple[bytes, bytes]]) -> Prefill:
         raise ClientError(f"{MODE}: expected one of {', '.join(PREFILL_MODES)}, got {mode!r}")
     if parity not in _FLAGS:
         raise ClientError(f"{PARITY}: expected true or false, got {parity!r}")
+    if mode == "bounded" and _FLAGS[parity]:
+        raise ClientError(
+            f"{MODE}: expected off or exact beside {PARITY}: true, got 'bounded', whose results"
+            " are not those of a trainer"
+        )
     return Prefill(mode or None, _FLAGS[parity])

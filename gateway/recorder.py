@@ -188,9 +188,15 @@ def replay(path: Path, codec: Codec) -> Iterator[Difference | None]:
             continue
         try:
             record = orjson.loads(row)
+            if not isinstance(record, dict):
+                raise TypeError("expected a JSON object")
             found = _again(record, codec)
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ReplayError(f"{path}, line {number}: not a record: {error!r}") from None
+        except orjson.JSONDecodeError as error:
+            raise ReplayError(f"{path}, line {number}: not a record: no JSON: {error}") from None
+        except KeyError as error:
+            raise ReplayError(f"{path}, line {number}: not a record: it has no {error}") from None
+        except (TypeError, AttributeError) as error:
+            raise ReplayError(f"{path}, line {number}: not a record: {error}") from None
         yield None if found is None else Difference(number, record["id"], found)
 
 

@@ -70,9 +70,9 @@ def describe(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        return "an object"
+        return "an object" if value else "an empty object"
     if isinstance(value, list):
-        return "an array"
+        return f"an array of {len(value)}" if value else "an empty array"
     text = repr(value)
     kind = "string" if isinstance(value, str) else "number"
     return f"the {kind} {text if len(text) <= 60 else text[:57] + '...'}"

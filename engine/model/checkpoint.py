@@ -20,7 +20,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.api import EngineError
+from engine.api import EngineError, listed
 from engine.config import ModelConfig
 from engine.model import names, quant
 from engine.model.engram import EngramTable, Ints, fold_table
@@ -49,11 +49,11 @@ class CheckpointError(EngineError):
 
     Args:
         path: its folder.
-        problems: one sentence per problem: tensor, expected, seen.
+        problems: one sentence per problem: tensor, expected, seen. The text has the first of them.
     """
 
     def __init__(self, path: Path, problems: Sequence[str]) -> None:
-        super().__init__(f"{path}: " + "; ".join(problems))
+        super().__init__(f"{path}: {listed(problems)}")
         self.problems = tuple(problems)
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.api import listed
 from engine.config import ModelConfig
 from engine.model import quant
 from engine.model.names import (
@@ -67,7 +68,7 @@ def save_checkpoint(
         f"{name}: unknown" for name in tensors if name not in specs and not is_vision(name)
     ]
     if problems:
-        raise ValueError("cannot write checkpoint: " + "; ".join(problems))
+        raise ValueError(f"cannot write checkpoint: {listed(problems)}")
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         spec = specs.get(name, TensorSpec(tuple(tensor.shape), "float"))

@@ -155,6 +155,31 @@ def test_misuse_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith("bathyal-conform: ")
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:9", "--base-url: expected an http or https URL, got '127.0.0.1:9'"),
+        ("http://127.0.0.1:9", "http://127.0.0.1:9 does not answer: ConnectError"),
+    ],
+)
+def test_an_endpoint_whose_model_cannot_be_asked_is_told(
+    url: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever mistypes the address reads so, and is not told to name a model."""
+    assert conform("run", "--base-url", url) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_endpoint_that_lists_no_model_is_told(
+    base_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message has the reply, and what to do."""
+    assert conform("run", "--base-url", f"{base_url}/none") == 2
+    said = capsys.readouterr().err
+    assert f"{base_url}/none/v1/models names no model (status 200: " in said
+    assert said.endswith("; give --model\n")
+
+
 def test_nobody_at_home_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     """An endpoint that is not there is an error, and no verdict about the protocol."""
     assert conform("run", "call/one", "--base-url", "http://127.0.0.1:9", "--model", "m") == 1

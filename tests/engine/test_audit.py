@@ -125,6 +125,13 @@ def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) 
     )
     assert main(["audit", "--prefix-cache", "maybe"]) == 2
     assert "--prefix-cache: expected on or off, got 'maybe'" in capsys.readouterr().err
+    for flag, accepted in (
+        ("--new-tokens", "a whole number of at least 1"),
+        ("--repeats", "a whole number of at least 1"),
+        ("--limit", "a number of seconds above 0"),
+    ):
+        assert main(["audit", flag, "0"]) == 2
+        assert f"{flag}: expected {accepted}, got 0" in capsys.readouterr().err
 
 
 def test_the_command_audits_the_engine_that_its_flags_describe(

@@ -206,10 +206,11 @@ def test_the_command_says_who_gets_what(
         ("--gpu-gb 0", "--gpu-gb: expected a number of gigabytes above 0, got 0.0"),
         ("--host-gb nan", "--host-gb: expected a number of gigabytes above 0, got nan"),
         ("--tail-graphs", "--tail-graphs: expected --gpu-gb beside it, got none"),
-        ("--context 1", "max_model_len: expected at least 2, got 1"),
-        ("--context 9999", "the model's context is 4096 tokens, got 9999"),
-        ("--concurrency 0", "max_num_seqs: expected at least 1, got 0"),
-        ("--model /nonexistent", "file not found"),
+        ("--context 1", "--context: expected a whole number of at least 2, got 1"),
+        ("--context 9999", "--context: the model's context is 4096 tokens, got 9999"),
+        ("--concurrency 0", "--concurrency: expected a whole number of at least 1, got 0"),
+        ("--paged --context 9999", "--context: the model's context is 4096 tokens, got 9999"),
+        ("--model /nonexistent", "/nonexistent: there is no such folder"),
     ],
 )
 def test_misuse_is_named(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

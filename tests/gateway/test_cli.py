@@ -130,6 +130,16 @@ class TestParse:
         assert main(arguments) == 2
         assert f"{tools}: not JSON" in capsys.readouterr().err
 
+    def test_bytes_that_are_no_text_are_refused(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The file is named, and what is wrong with it."""
+        out = tmp_path / "out.txt"
+        out.write_bytes(b"\xff")
+
+        assert main(["parse", str(out), "--model", str(checkpoint)]) == 2
+        assert f"bathyal: {out}: expected text in UTF-8: " in capsys.readouterr().err
+
 
 class TestDoctor:
     """`bathyal doctor` finds what would stop a start."""
@@ -216,6 +226,24 @@ def test_the_engines_commands_are_the_engines(capsys: pytest.CaptureFixture[str]
     assert "bathyal engine inspect: /no/such/checkpoint" in capsys.readouterr().err
     assert main(["engine", "--help"]) == 0
     assert "bathyal engine" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message has the path and the system's words, no number of an error."""
+    assert main(["render", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"bathyal: {tmp_path}/none: No such file or directory\n"
+
+
+def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a command of the engine shows no traceback."""
+
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine.cli.main", interrupted)
+    assert main(["engine", "audit"]) == 130
 
 
 def test_misuse_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from gateway.backends.scripted import ScriptedBackend
 from gateway.front import canonical
 from gateway.keys import Caller, Keys
 from gateway.logs import JsonLines
-from gateway.metrics import MOST_NAMES, OTHER, Metrics
+from gateway.metrics import LONGEST_NAME, MOST_NAMES, OTHER, Metrics
 from gateway.settings import Settings, SettingsError
 from parsers import ClientError
 from tests.gateway.support import RawCall, call, chat_body, eventually, run, running, text_line
@@ -72,6 +72,14 @@ class TestPaths:
         for path in (tail, f"/{tail}", f"/beta/models/{tail}", f"/v1/responses/{tail}"):
             once = canonical(path)
             assert canonical(once) == once
+
+    def test_a_long_path_is_not_repeated_whole(self, info: ModelInfo) -> None:
+        """A 404 shows the beginning of what was asked for."""
+        status, _, body = ask(info, "/" + "a" * 100_000, method="GET")
+
+        assert status == 404
+        assert body["error"]["message"].startswith("GET /aaa")
+        assert len(body["error"]["message"]) < 300
 
     @pytest.mark.parametrize("method", ["GET", "HEAD"])
     def test_the_root_answers(self, info: ModelInfo, method: str) -> None:
@@ -419,7 +427,8 @@ class TestCounted:
     def test_made_up_names_fill_no_memory(self, info: ModelInfo) -> None:
         """A client that invents fields is counted, its names only so far."""
         metrics = Metrics(ScriptedBackend([text_line("a")], info).stats)
-        metrics.take_ignored(f"field{i}" for i in range(MOST_NAMES + 7))
+        metrics.take_ignored(["x" * (LONGEST_NAME + 1)])
+        metrics.take_ignored(f"field{i}" for i in range(MOST_NAMES + 6))
         metrics.take_ignored(["field0"])
 
         text = metrics.text().decode()

@@ -114,22 +114,24 @@ def test_our_family_is_known_by_its_spellings(info: ModelInfo, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "param", "words"),
     [
-        (b"{", None),
-        ([], None),
-        ({"tools": TOOLS}, "text"),
-        ({"text": 5}, "text"),
-        ({"text": "a", "tools": {}}, "tools"),
-        ({"text": "a", "tools": TOOLS, "tool_call_parser": "qwen25"}, "tool_call_parser"),
-        ({"text": "a", "tools": TOOLS, "tool_call_parser": "deepseekv3"}, "tool_call_parser"),
-        ({"text": "a", "tools": TOOLS, "tool_call_parser": 4}, "tool_call_parser"),
-        ({"text": "a", "tools": [{"type": "function"}]}, "tools[0].function"),
+        (b"{", None, "request body: expected a JSON object: "),
+        ([], None, "request body: expected a JSON object, got an empty array"),
+        ({"tools": TOOLS}, "text", "expected a string, got null"),
+        ({"text": 5}, "text", "expected a string, got the number 5"),
+        ({"text": "a", "tools": {}}, "tools", "expected a list of tools, got an empty object"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": "qwen25"}, "tool_call_parser", "qwen25"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": "deepseekv3"}, "tool_call_parser", "v3"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": 4}, "tool_call_parser", "got 4"),
+        ({"text": "a", "tools": [{"type": "function"}]}, "tools[0].function", "got null"),
     ],
 )
-def test_a_wrong_request_is_400(info: ModelInfo, body: Any, param: str | None) -> None:
-    """The field is named; a parser of another model family is refused."""
+def test_a_wrong_request_is_400(info: ModelInfo, body: Any, param: str | None, words: str) -> None:
+    """The field is named, and what came in JSON's words; another family's parser is refused."""
     status, reply = parse(info, body)
+
+    assert words in reply["error"]["message"]
 
     assert (status, reply["error"]["param"]) == (400, param)
     assert reply["error"]["type"] == "invalid_request_error"

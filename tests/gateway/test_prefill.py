@@ -101,6 +101,7 @@ def test_parity_is_passed_on(info: ModelInfo) -> None:
     [
         ({}, {HEADER: "fast"}, "x-bathyal-prefill: expected one of off, exact, bounded, got 'fast'"),
         ({}, {PARITY: "1"}, "x-bathyal-trainer-parity: expected true or false, got '1'"),
+        ({}, {HEADER: "bounded", PARITY: "true"}, "x-bathyal-prefill: expected off or exact beside x-bathyal-trainer-parity: true, got 'bounded'"),
         ({"prompt_logprobs": 21}, {}, "prompt_logprobs: expected an integer in [0, 20], got the number 21"),
         ({"prompt_logprobs": True}, {}, "prompt_logprobs: expected an integer in [0, 20], got true"),
         ({"prompt_logprobs_start": 1}, {}, "prompt_logprobs_start: needs prompt_logprobs"),

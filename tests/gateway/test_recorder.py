@@ -179,13 +179,23 @@ def test_other_tokens_are_another_reply(info: ModelInfo, tmp_path: Path) -> None
     assert "bbc" in found.text
 
 
-@pytest.mark.parametrize("row", [b"{", b"[]", b"{}", b'{"profile": "agent"}'])
-def test_a_file_that_is_no_record_is_refused(info: ModelInfo, tmp_path: Path, row: bytes) -> None:
-    """The error names the line."""
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (b"{", "no JSON: "),
+        (b"[]", "expected a JSON object"),
+        (b"{}", "it has no 'profile'"),
+        (b'{"profile": "agent"}', "it has no 'body'"),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(
+    info: ModelInfo, tmp_path: Path, row: bytes, why: str
+) -> None:
+    """The error names the line and what is missing there."""
     path = tmp_path / "record.jsonl"
     path.write_bytes(b"\n" + row)
 
-    with pytest.raises(ReplayError, match="line 2: not a record"):
+    with pytest.raises(ReplayError, match=f"line 2: not a record: {why}"):
         differences(info, path)
 
 
@@ -257,6 +267,9 @@ def test_the_command_tells_how_many_differ(
     shutil.copy(tokenizer_path, model / "tokenizer.json")
     path = tmp_path / "record.jsonl"
     recorded(info, path, LINES, asks()[:2])
+    body = rb'"model\":\"test-model\"'
+    assert body in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(b"test-model", b"other-name"))
     arguments = ["replay", str(path), "--model", str(model)]
 
     assert main(arguments) == 0

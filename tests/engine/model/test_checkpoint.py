@@ -171,6 +171,20 @@ def test_all_broken_tensors_are_named_at_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("problem   ") == 3
 
 
+def test_a_checkpoint_of_another_width_is_told_in_a_line(tmp_path):
+    """The error shows the first problems and how many more there are; it holds them all."""
+    folder = build.write(tmp_path, build.v4())
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config["hidden_size"] *= 2
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+
+    problems = caught.value.problems
+    assert len(problems) > 20
+    assert str(caught.value) == f"{folder}: {'; '.join(problems[:8])}; and {len(problems) - 8} more"
+
+
 def test_packed_weights_need_a_block_size(tmp_path, packed):
     """FP8 without quantization_config cannot be read: nobody says which block a scale covers."""
     for file in packed.iterdir():
@@ -214,7 +228,7 @@ def test_damaged_files_are_named(tmp_path):
         Checkpoint(tmp_path)
     file.write_bytes(whole)
     (tmp_path / "model-2.safetensors").write_bytes(whole)
-    with pytest.raises(CheckpointError, match=r"norm\.weight: in .* and model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"tid2eid: in .* and model\.safetensors; .*more$"):
         Checkpoint(tmp_path)
 
 

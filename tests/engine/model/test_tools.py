@@ -100,6 +100,36 @@ def test_quantised_or_absent_sources_are_refused(tmp_path, capsys):
     assert "expected config.json and model*.safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"[", "config.json: not JSON: "),
+        ("config.json", b"[]", "config.json: expected the config of a transformers Deepseek"),
+        ("config.json", b"{}", "config.json: expected the config of a transformers Deepseek"),
+        ("model.safetensors", b"garbage", "model.safetensors: not a safetensors file: "),
+    ],
+)
+def test_a_damaged_source_is_named(tmp_path, capsys, file, content, message):
+    """The converter says which file cannot be read, and as what."""
+    source = _source(tmp_path, TINY, lambda tensors: None)
+    (source / file).write_bytes(content)
+
+    assert main(["convert", str(source), str(tmp_path / "t")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_folder_of_other_names_is_told_in_a_line(tmp_path, capsys):
+    """A checkpoint that is in the official layout already has hundreds of names to complain of."""
+    folder = build.write(tmp_path, build.v41(), storage="bf16")
+
+    assert main(["convert", str(folder), str(tmp_path / "t")]) == 2
+    said = capsys.readouterr().err
+    assert "expected transformers' names of tensors, got " in said
+    assert said.endswith(" more\n")
+    assert len(said) < 600
+
+
 def test_inspect_lists_parts_types_and_what_is_unused(tmp_path, capsys):
     """Version, layer kinds, sizes that add up, and every unused tensor with its reason."""
     folder = build.write(tmp_path, build.v41(), storage="bf16")
