@@ -11,10 +11,10 @@ between kernels that are no large products; at 16 rows the products and what lie
 1.5 %; at 64 attention's kernels lose 1.6 %. At one row, letting the next kernel begin before waiting
 oneself, so that several wait in a row, costs 9 %; fetching the first tiles of a product's weights
 into the level-2 cache while it waits costs 2.5 % (an SM reads what was fetched for it 15 % faster
-than from memory, and what is on the critical path queues behind it). Of V4's weights
-only the small matrices of engine.kernels.mhc and a router's gate are fetched ahead, and the shared
-expert's first product begins (engine.kernels.moe_decode); a single row's products of plain weights
-and plain experts' second one, which wait for their weights alone, ask for those ahead.
+than from memory, and what is on the critical path queues behind it). Of V4's weights only
+the small matrices of engine.kernels.mhc and a router's gate are fetched ahead, and the shared
+expert's first product begins (engine.kernels.moe_decode). Products of a single row with plain
+weights, and the second product of plain experts, ask for theirs ahead.
 """
 
 from __future__ import annotations
