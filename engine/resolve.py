@@ -287,4 +287,4 @@ def _blocks(options: EngineConfig, facts: Facts, least: int) -> tuple[int, str]:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return str(value)
+    return "unset" if value is None else str(value)

@@ -86,7 +86,7 @@ def build(path: Path, options: EngineConfig) -> Built:
     resolved = resolve_here(path, config, options)
     for line in resolved.lines():
         logger.info("engine option %s", line)
-    options = resolved.config
+    given, options = options, resolved.config
     if options.device == "cpu":
         assert options.cpu_threads is not None
         torch.set_num_threads(options.cpu_threads)
@@ -96,7 +96,7 @@ def build(path: Path, options: EngineConfig) -> Built:
         if options.runner == "fast" or not isinstance(config, ModelConfig):
             built = _fast(path, config, options, device, dtype)
         else:
-            _check_reference(config, options)
+            _check_reference(config, options, given)
             built = _reference(path, config, options, device, dtype)
     except torch.OutOfMemoryError as error:
         raise EngineError(
@@ -242,8 +242,13 @@ def _reference(
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
 
-def _check_reference(config: ModelConfig, options: EngineConfig) -> None:
+def _check_reference(config: ModelConfig, options: EngineConfig, given: EngineConfig) -> None:
     """Refuse what the reference runner cannot do.
+
+    Args:
+        config: of the model.
+        options: with nothing left open.
+        given: as the user gave them: what he asks for must not be without effect.
 
     Raises:
         EngineError: naming every reason.
@@ -255,6 +260,10 @@ def _check_reference(config: ModelConfig, options: EngineConfig) -> None:
         found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
     if options.tail_graphs:
         found.check(False, "runner", seen="reference beside tail_graphs", accepted="fast")
+    if given.graphs:
+        found.check(False, "runner", seen="reference beside graphs on", accepted="fast")
+    if given.kernels == "triton":
+        found.check(False, "runner", seen="reference beside kernels triton", accepted="fast")
     found.raise_all("the reference runner")
 
 

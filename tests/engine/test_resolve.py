@@ -43,12 +43,12 @@ def test_every_value_says_where_it_comes_from() -> None:
         "tail_graphs = off (prefill is off, device is cuda)",
         "speculation = off (default)",
         "max_snapshots = 64 (default)",
-        "expert_slots = None (default)",
-        "expert_slots_file = None (default)",
+        "expert_slots = unset (default)",
+        "expert_slots_file = unset (default)",
         "resident_layers = 0 (default)",
-        "expert_host_gb = None (default)",
+        "expert_host_gb = unset (default)",
         "expert_prefetch = off (default)",
-        "record_routing = None (default)",
+        "record_routing = unset (default)",
         "cpu_threads = 15 (16 cores, 9,000 MB of weights)",
     ]
 

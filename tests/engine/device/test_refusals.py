@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.config import ModelConfig
+from engine.core import load_engine
 from engine.device.refusals import Gpu, check_fast
 from engine.memory import plan_memory
 from engine.options import DECODE_BUCKETS, EngineConfig
@@ -128,3 +130,14 @@ def test_all_reasons_come_at_once() -> None:
         check(options=options, gpu=Gpu("Old", (7, 5), H200.nbytes), has_triton=False, buckets=())
 
     assert str(error.value).count("expected") == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [({"graphs": True}, "graphs on"), ({"kernels": "triton"}, "kernels triton")],
+)
+def test_the_reference_ignores_nothing_that_was_asked_for(asked: Any, seen: str) -> None:
+    """Graphs or kernels that only the fast runner has are refused, not left without effect."""
+    options = EngineConfig(device="cpu", cpu_threads=1, runner="reference", **asked)
+    with pytest.raises(EngineError, match=f"runner: expected fast, got reference beside {seen}"):
+        load_engine(TINY_CHECKPOINT, options)
