@@ -387,3 +387,27 @@ def test_a_read_of_a_hole_is_seen() -> None:
     before = len(resident_pages(other._buffer))
     assert not other.store[3].any()
     assert len(resident_pages(other._buffer)) > before
+
+
+def test_stores_made_ahead_have_their_own_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layer's store is made while one is filled, with the next layer's pins left out; one a layer."""
+    made: list[Sequence[tuple[int, int]]] = []
+
+    class Noting(HostBuffer):
+        def __init__(self, nbytes: int, *, pin: bool, holes: Sequence[tuple[int, int]]) -> None:
+            made.append(holes)
+            super().__init__(nbytes, pin=pin, holes=holes)
+
+    monkeypatch.setattr("engine.model.placement.HostBuffer", Noting)
+    pins = {0: [3], 1: [], 4: [5, 2]}
+    placement = Placement({0: 5, 1: 4, 4: 5}, device=CPU, pin=False, pins=pins)
+    read = weights("plain").__getitem__
+    size = 0
+    for layer in range(5):
+        one = placement.place(layer, read, E, threads=2)
+        if isinstance(one, PagedExperts):
+            size = one.layout.nbytes
+            one.check_integrity()
+            assert one.num_pins == len(pins[layer])
+    of = {e: (e * size, (e + 1) * size) for e in range(E)}
+    assert made == [(of[3],), (), (of[2], of[5])]
