@@ -16,6 +16,7 @@ from parsers.values import ServedModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 PARTS = ("text", "image_url", "file")
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def read_messages(
@@ -53,7 +54,7 @@ def read_messages(
             if profile.missing_reasoning == "restore":
                 message = _restore(message, store)
         _check_content(message, role, at, served)
-        thought = message.get("reasoning_content")
+        thought = message.get("reasoning_content") if role == "assistant" else None
         ok = thought is None or isinstance(thought, str)
         require(ok, f"{at}.reasoning_content", "a string", thought)
         if role == "developer":  # issue 2: rendered as system
@@ -69,7 +70,9 @@ def read_messages(
 
 
 def _lenient(message: dict[str, Any]) -> dict[str, Any]:
-    """Accept what clients of other servers send: null content, an empty list of calls."""
+    """Accept what clients of other servers send: null content, their parts, no calls in a list."""
+    if isinstance(message.get("content"), list):
+        message = _with_parts(message, message["content"])
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     if message.get("content") is None and not message.get("tool_calls"):
@@ -77,12 +80,43 @@ def _lenient(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+def _with_parts(message: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
+    """Read the text parts of Responses, and take thoughts out of an answer's content."""
+    kept, thoughts = [], []
+    for part in parts:
+        type_ = part.get("type") if isinstance(part, dict) else None
+        if type_ in ("input_text", "output_text"):
+            part = {"type": "text", "text": part.get("text")}
+        elif message["role"] == "assistant" and type_ == "refusal":
+            part = {"type": "text", "text": part.get("refusal")}
+        elif message["role"] == "assistant" and type_ in _THOUGHTS:
+            thoughts.append(part)
+            continue
+        kept.append(part)
+    message = {**message, "content": kept}
+    if thoughts and not message.get("reasoning_content"):
+        message["reasoning_content"] = _texts(thoughts)
+    return message
+
+
+def _texts(parts: Any) -> str:
+    """Join the texts of thoughts, in whichever field they are kept."""
+    said = (
+        part.get("thinking") or part.get("text")
+        for part in (parts if isinstance(parts, list) else ())
+        if isinstance(part, dict)
+    )
+    return "".join(text for text in said if isinstance(text, str))
+
+
 def _restore(message: dict[str, Any], store: ReasoningStore | None) -> dict[str, Any]:
     """Put the reasoning of a turn with calls back, where the client dropped it."""
     if message.get("reasoning_content"):
         return message
-    found = message.get("reasoning")  # the name some clients keep it under
+    found = message.get("reasoning")  # the names that some clients keep it under
     if not isinstance(found, str) or not found:
+        found = _texts(message.get("thinking_blocks")) or _texts(message.get("reasoning_details"))
+    if not found:
         known = (store.get(call["id"]) for call in message["tool_calls"]) if store else ()
         found = next(filter(None, known), "")
     return {**message, "reasoning_content": found}

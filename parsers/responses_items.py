@@ -176,6 +176,8 @@ class ItemReader:
         require(isinstance(id_, str), f"{at}.call_id", "a string", id_)
         if item["type"] in _OUTPUTS:
             output = item.get("output")
+            if output is None and self._profile.lenient_messages:
+                output = ""
             if not isinstance(output, str):
                 # A result that was an answer elsewhere: the codec reads input parts only.
                 output = [
@@ -184,6 +186,10 @@ class ItemReader:
                 ]
             return {"type": item["type"], "call_id": id_, "output": output}
         field = "arguments" if item["type"] == "function_call" else "input"
+        if field == "arguments" and self._profile.lenient_messages:
+            arguments = item.get(field)
+            if arguments is None or isinstance(arguments, dict):
+                item = {**item, field: written(arguments or {}, f"{at}.{field}")}
         for name in ("name", field):
             value = item.get(name)
             require(isinstance(value, str), f"{at}.{name}", "a string", value)
@@ -278,6 +284,8 @@ def _distinct(items: list[_Entry]) -> list[_Entry]:
 def _reasoning(item: _Entry) -> _Entry:
     """Keep the text; where only the summary came back, it is the text (see ``parsers.edits``)."""
     parts = item.get("content") or item.get("summary") or []
+    if isinstance(parts, str):
+        parts = [{"text": parts}]
     texts = [
         part["text"]
         for part in parts

@@ -87,8 +87,9 @@ class Profile:
     )
     lenient_messages: bool = field(
         metadata=means(
-            "a history may hold null content in any role, call arguments as an object, as text or"
-            " none, and in Responses items that are unknown and hold nothing for the model"
+            "a history may hold null content in any role, thoughts and Responses' texts among a chat's"
+            " parts, call arguments as an object, as text or none, and items of Responses that are"
+            " unknown and hold nothing for the model"
         )
     )
     hosted_tools: Literal["refuse", "drop"] = field(

@@ -99,6 +99,28 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         ],
         "messages[1].tool_calls[1].id",
     ),
+    # OpenCoworkAI/open-cowork#231, NousResearch/hermes-agent#21986
+    "chat: a thought among the parts": (
+        "chat",
+        chat(
+            call(), content=[{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "t"}]
+        ),
+        chat(call(), content="t", reasoning_content="R"),
+        "messages[1].content[0].type",
+    ),
+    # mistralai/mistral-common#242: parts of the other protocol
+    "chat: parts of Responses": (
+        "chat",
+        chat(call(), content=[{"type": "output_text", "text": "t"}]),
+        chat(call(), content="t"),
+        "messages[1].content[0].type",
+    ),
+    "chat: a refusal": (
+        "chat",
+        [ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ASK],
+        [ASK, {"role": "assistant", "content": "no"}, ASK],
+        "messages[1].content[0].type",
+    ),
     # anthropics/claude-code#6695, langchain-ai/langsmith-sdk#2435
     "messages: input as text": (
         "messages",
@@ -164,6 +186,34 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         [ASK, made(), output(text=[{"type": "input_text", "text": "r"}])],
         "",
     ),
+    # farion1231/cc-switch#5100
+    "responses: arguments as an object": (
+        "responses",
+        [ASK, made(arguments={"a": 1}), output()],
+        [ASK, made(arguments='{"a":1}'), output()],
+        "input[1].arguments",
+    ),
+    "responses: a result of nothing": (
+        "responses",
+        [ASK, made(), output(text=None)],
+        [ASK, made(), output(text="")],
+        "input[2].output",
+    ),
+    "responses: a thought as a string": (
+        "responses",
+        [ASK, {"type": "reasoning", "summary": [], "content": "R"}, made(), output()],
+        [
+            ASK,
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "R"}],
+            },
+            made(),
+            output(),
+        ],
+        "",
+    ),
     "responses: null content": (
         "responses",
         [ASK, {**DONE, "content": None}, ASK],
@@ -221,6 +271,21 @@ def test_what_cannot_be_guessed_is_refused_by_name(
     with pytest.raises(ClientError) as caught:
         prompt(codec, protocol, turns)
     assert (caught.value.status, caught.value.param) == (400, path)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"reasoning": "R"},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "R", "signature": ""}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "R"}]},
+    ],
+)
+def test_reasoning_comes_back_under_other_names(codec: Codec, kept: dict[str, Any]) -> None:
+    """Profile agent: what clients of other servers keep the thought of a turn under is read."""
+    assert prompt(codec, "chat", chat(call(), **kept)) == prompt(
+        codec, "chat", chat(call(), reasoning_content="R")
+    )
 
 
 def test_instructions_alone_are_a_request(codec: Codec, official: Codec) -> None:
