@@ -258,7 +258,7 @@ def report(
         yield "hit rate  not known without --trace"
     else:
         yield f"hit rate  {plan.hit_rate:.4f} of {plan.lookups:,} lookups of the trace"
-    yield f"captured  decode steps of up to {_captured(plan, experts)} requests"
+    yield f"captured  decode steps of {_captured(plan, experts)} requests"
     yield ""
     yield "context  requests  kv GB  slots GB  layers whole  hit rate  MB a step  ms a step"
     for context, concurrency in FACTORS:
@@ -296,16 +296,15 @@ def _captured(plan: SlotPlan, experts: Experts) -> str:
     paged = [
         k - len(some) for k, some in zip(plan.slots, pins, strict=True) if k < plan.num_experts
     ]
-    return str(min(paged) // experts.per_row) if paged else "any number of"
+    return f"up to {min(paged) // experts.per_row}" if paged else "any number of"
 
 
 def _row(config: AnyConfig, learnt: Sequence[LayerHits] | None, steps: int, wish: Wish) -> str:
     """Give one line of the table; `steps` of a layer were recorded."""
     head = f"{wish.context:>7}  {wish.concurrency:>8}"
-    try:
-        found = answer(config, learnt, wish)
-    except EngineError as error:
-        return f"{head}  {error}"
+    if wish.context > config.max_position_embeddings:
+        return f"{head}  beyond the model's {config.max_position_embeddings} tokens of context"
+    found = answer(config, learnt, wish)
     kv = f"{found.split.kv / 1e9:>5.1f}"
     if found.plan is None:
         return f"{head}  {kv}  does not fit"

@@ -228,3 +228,15 @@ def test_a_trace_of_another_model_is_refused(
     assert "--gpu-gb: expected gigabytes for a plan of slots, got none" in capsys.readouterr().err
     assert main(["plan", "--model", str(path), "--gpu-gb", "1"]) == 2
     assert "--paged: expected for this architecture" in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_models_is_told_in_the_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Twice the model's own context cannot be served: its line says so, in no option's words."""
+    flags = ["--paged", "--gpu-gb", "1", "--host-gb", "1", "--context", "4096"]
+    assert main(["plan", "--model", str(TINY_CHECKPOINT), *flags]) == 0
+    told = capsys.readouterr().out
+    assert "   8192        16  beyond the model's 4096 tokens of context" in told
+    assert "captured  decode steps of any number of requests" in told
+    assert "max_model_len" not in told
