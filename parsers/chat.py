@@ -255,6 +255,9 @@ def _read_tools(body: Body) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]
             "a JSON Schema object",
             parameters,
         )
+        strict = function.get("strict")
+        ok = strict is None or isinstance(strict, bool)
+        require(ok, f"{at}.function.strict", "true or false", strict)
         function_tool(
             function.get("name"), function.get("description"), parameters, f"{at}.function", seen
         )

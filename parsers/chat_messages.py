@@ -57,6 +57,9 @@ def read_messages(
         thought = message.get("reasoning_content") if role == "assistant" else None
         ok = thought is None or isinstance(thought, str)
         require(ok, f"{at}.reasoning_content", "a string", thought)
+        prefix = message.get("prefix") if role == "assistant" else None
+        ok = prefix is None or isinstance(prefix, bool)
+        require(ok, f"{at}.prefix", "true or false", prefix)
         if role == "developer":  # issue 2: rendered as system
             message = {**message, "role": "system"}
         if role == "tool":

@@ -151,6 +151,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format.json_schema.strict",
         "true or false",
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "true"}}]},
+        "tools[0].function.strict",
+        "the string 'true'",
+    ),
     ({"continue_final_message": True, "tools": tool()}, "continue_final_message", "tools"),
     ({"continue_final_message": True}, "continue_final_message", "assistant"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),

@@ -256,6 +256,11 @@ def test_a_slip_is_refused_by_name(official: Codec, slip: str) -> None:
     ("protocol", "turns", "path"),
     [
         ("chat", chat(call(), reasoning_content=["x"]), "messages[1].reasoning_content"),
+        (
+            "chat",
+            [ASK, {"role": "assistant", "content": "a", "prefix": "yes"}],
+            "messages[1].prefix",
+        ),
         ("chat", chat({**call(), "type": "tool"}), "messages[1].tool_calls[0].type"),
         ("messages", messages([{"type": "zz"}], [TEXT]), "messages[1].content[0].type"),
         ("responses", [ASK, {"type": "compaction_trigger"}], "input[1].type"),
