@@ -152,7 +152,7 @@ class EngineConfig:
     graphs: bool | None = _option(
         None,
         "whether the fast runner captures decode steps as CUDA graphs, and passes over up to 1024 rows"
-        " of prompts where experts are not paged; left open: on a GPU",
+        " of prompts to DeepSeek models whose experts are resident; left open: on a GPU",
         resolvable=True,
     )
     lookahead: bool = _option(

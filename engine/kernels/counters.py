@@ -13,8 +13,9 @@ _ALIGNED = 4  # numbers: both sets begin at 16 bytes, so that kernels take eithe
 def counters(user: str, count: int, device: torch.device) -> Tensor:
     """Zeros that every launch leaves as zeros.
 
-    Captured launches share one set and others another, so that a replayed graph may run beside a
-    pass of another stream. A zero written while a graph is captured would not be there until the
+    Captured launches share one set and others another, so that a replayed graph does not meet what a
+    pass of another stream counts. Kernels whose programs wait for one another are to run one at a
+    time all the same (engine.kernels.moe_decode). A zero written while a graph is captured would not be there until the
     graph has run, so the first call must come before.
 
     Args:
