@@ -75,6 +75,9 @@ class _Collector:
     def end_reasoning(self) -> None:
         raise AssertionError("a text is parsed without a notion of reasoning")
 
+    def open_block(self) -> None:
+        pass  # SGLang's reply shows calls, not their block
+
     def open_call(self, name: str) -> None:
         if not self.calls:  # the codec swallows the newlines before the first call
             self.text = ["".join(self.text).rstrip("\n")]

@@ -20,6 +20,9 @@ class Sink(Protocol):
     def end_reasoning(self) -> None:
         """End the reasoning, for text that belongs to the answer."""
 
+    def open_block(self) -> None:
+        """Begin the block of calls, where no call of it will come."""
+
     def open_call(self, name: str) -> None:
         """Begin a call."""
 

@@ -116,7 +116,7 @@ class Stitch:
         """See ``parsers.sink``."""
         self._emit(self._vocabulary.special(THINK_END_TEXT), None)
 
-    def open_call(self, name: str) -> None:
+    def open_block(self) -> None:
         """See ``parsers.sink``."""
         if not self._block_open:
             # The marker as a token: the codec lets text overtake half a character it holds.
@@ -125,6 +125,10 @@ class Stitch:
                 self._emit(token_id, None)
             self._emit(self._vocabulary.special(MARK_TEXT), None)
             self._mark(self._dialect.opening().removeprefix(f"<{MARK_TEXT}"))
+
+    def open_call(self, name: str) -> None:
+        """See ``parsers.sink``."""
+        self.open_block()
         if self._names is not None:
             self._names.append(name)
         self._mark(self._dialect.invoke(self._aliases.get(name, name)))

@@ -555,3 +555,20 @@ def test_an_empty_block_is_an_empty_answer(play: Play) -> None:
     got = play(block())
 
     assert (said(got)["calls"], got["finish"], got["bathyal"]) == ([], "stop", None)
+
+
+@pytest.mark.parametrize("begin", ["", "R</think>", "R"])
+def test_a_reply_cut_anywhere_says_what_the_codec_says(
+    codec: Codec, bare: Codec, begin: str
+) -> None:
+    """Under `length`: content to the newline, reasoning, finish and names, at every token."""
+    calls = block(call("f", param("s", "xy"), param("n", "5", "false")), call("g"))
+    ids = encode(codec, f"{begin}Hi there\n\n{calls}")
+    thinking = {"type": "enabled" if begin else "disabled"}
+    for end in range(len(ids) + 1):
+        ours, theirs = (
+            said(talk(of, ids[:end], "length", tools=TOOLS, thinking=thinking))
+            for of in (codec, bare)
+        )
+        names = [[name for name, _ in reply.pop("calls")] for reply in (ours, theirs)]
+        assert (ours, names[0]) == (theirs, names[1])
