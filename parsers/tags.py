@@ -137,6 +137,7 @@ def _complete(kind: str, attributes: str, end: int) -> Tag | None:
     if empty:
         attributes = bare[:-1]
     said = _listed(attributes)
+    # A further attribute is likelier than a name that holds quotes, a blank and a sign of equality.
     if said is not None and len(said) > 2 and said.keys() >= {"name", "string"}:
         return Tag(kind, end, said["name"], _truth(said["string"]), empty)
     for form in _FORMS[kind]:
