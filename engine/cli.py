@@ -306,7 +306,8 @@ def _print_plan(plan: MemoryPlan) -> int:
     print(f"reserve   {plan.reserve:,} bytes for allocator and kernels (a tenth)")
     print(f"          the budget has room for {plan.blocks_possible:,} blocks")
     left = plan.budget - plan.reserve - plan.nbytes
-    print(f"verdict   {'fits' if plan.fits else 'DOES NOT FIT'}, {left:,} bytes left")
+    told = f"fits, {left:,} bytes left" if plan.fits else f"DOES NOT FIT, {-left:,} bytes short"
+    print(f"verdict   {told}")
     return 0 if plan.fits else 1
 
 

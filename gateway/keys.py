@@ -159,8 +159,10 @@ class Keys:
 def _read(path: Path, limits: tuple[int | None, int | None]) -> list[tuple[str, Caller]]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: {error}") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from None
     rows = content.get("keys")
     if not isinstance(rows, list) or not rows or content.keys() != {"keys"}:
         raise SettingsError(f"{path}: expected [[keys]] tables, each with a name and a key")

@@ -33,6 +33,9 @@ CREATE INDEX IF NOT EXISTS items_by_id ON items (id);
 CREATE INDEX IF NOT EXISTS items_by_response ON items (response);
 """
 
+#: How long a start waits for a server that is about to end to let go of the file.
+_LOCK_SECONDS = 2.0
+
 
 class StoreError(Exception):
     """The file cannot be used; the message says why."""
@@ -46,20 +49,30 @@ class ResponseStore:
         max_bytes: most that the records may take, together.
 
     Raises:
-        StoreError: the file cannot be opened or is none of ours.
+        StoreError: the file cannot be opened, is none of ours, or another process has it.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
-            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA foreign_keys = ON")
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_SCHEMA)
-            self._bytes = self._measure()
+            self._database = sqlite3.connect(
+                path, timeout=_LOCK_SECONDS, check_same_thread=False, isolation_level=None
+            )
+            try:
+                # One process's count of bytes knows nothing of another's rows.
+                self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._database.execute("PRAGMA foreign_keys = ON")
+                self._database.execute("PRAGMA journal_mode = WAL")
+                self._database.executescript(_SCHEMA)
+                self._bytes = self._measure()
+            except sqlite3.Error:
+                self._database.close()
+                raise
         except sqlite3.Error as error:
-            raise StoreError(f"store {path}: {error}") from error
+            taken = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+            why = "another process has it; a file is one server's" if taken else str(error)
+            raise StoreError(f"store {path}: {why}") from error
 
     def put(self, response_id: str, owner: str, record: bytes) -> None:
         """Keep a response, in place of an earlier state of it; the oldest make room.

@@ -72,7 +72,7 @@ def load_script(path: Path) -> list[Line]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise EngineError(f"script {path}: {error}") from error
+        raise EngineError(f"script {path}: {error.strerror}") from error
     lines: list[Line] = []
     first_use: dict[str, int] = {}
     # Only a newline ends a line of JSON: a string may hold U+2028 and its like as they are.

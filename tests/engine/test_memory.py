@@ -173,7 +173,7 @@ def test_the_containers_limit_counts(text: str | None, want: int | None, tmp_pat
     ("flags", "code", "said"),
     [
         ("--gpu-gb 1 --host-gb 4", 0, "verdict   fits"),
-        ("--gpu-gb 0.05 --host-gb 4", 1, "verdict   DOES NOT FIT"),
+        ("--gpu-gb 0.05 --host-gb 4", 1, "verdict   DOES NOT FIT, "),
         ("--gpu-gb 1 --host-gb 4 --tail-graphs", 0, "tail of 1024 rows"),
         ("--host-gb 1", 0, "CPU, 1,000,000,000 bytes, --host-gb"),
         ("--context 512 --concurrency 20 --host-gb 1", 0, "20 requests + 64 snapshots + 1 spare"),

@@ -213,7 +213,7 @@ class TestKeys:
                 "[[keys]]\nname='a'\nkey='sk-0123456789'\n[[keys]]\nname='b'\nkey='sk-0123456789'",
                 "b: this key is a's",
             ),
-            ("[[keys]", "keys.toml"),
+            ("[[keys]", "keys.toml: not TOML: "),
         ],
     )
     def test_a_wrong_file_is_refused_by_entry(self, tmp_path: Path, text: str, words: str) -> None:

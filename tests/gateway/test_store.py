@@ -120,6 +120,21 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         ResponseStore(str(path), 1000)
 
 
+def test_a_file_is_one_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second server is refused at its start, until the first has ended."""
+    monkeypatch.setattr("gateway.store._LOCK_SECONDS", 0.01)
+    path = str(tmp_path / "responses.db")
+    for _ in range(2):  # a new file, and one that is there
+        first = ResponseStore(path, 1000)
+        with pytest.raises(StoreError, match="another process has it; a file is one server's"):
+            ResponseStore(path, 1000)
+        first.put("r1", "a", record("x"))
+        first.close()
+    again = ResponseStore(path, 1000)
+    assert again.get("r1", "a") == record("x")
+    again.close()
+
+
 def test_a_failed_write_leaves_no_half(store: ResponseStore) -> None:
     """An item that cannot be written takes its response with it, and the bound stays right."""
     store.put("r1", "a", record("x"))
