@@ -10,6 +10,7 @@ worker's thread holds, or for the machine. Rows go to bench/results/gateway-loop
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import tempfile
 import time
@@ -260,6 +261,8 @@ def _rest(load: Load) -> tuple[str, dict[str, Any], str]:
 
 def main() -> None:
     """Measure, print, keep."""
+    # It has no flags: a question or a mistyped one must not write rows.
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(Path(folder)))
     print(rows.write_rows("gateway-loop", rows.make_rows("bench.gateway_loop", "cpu", figures)))
