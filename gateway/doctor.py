@@ -152,7 +152,7 @@ def _options(model: Path, options: EngineConfig, gpus: list[tuple[str, int]]) ->
         )
         resolved = resolve(options, facts)
     except EngineError as error:
-        yield Finding("engine options", str(error), ok=False)
+        yield Finding("engine options", str(error).removeprefix("engine options: "), ok=False)
         return
     if resolved.config.device == "cuda" and gpu is None:
         yield Finding("device", "cuda asked for, but no NVIDIA driver answers", ok=False)

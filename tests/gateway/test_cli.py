@@ -178,7 +178,7 @@ class TestDoctor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("BATHYAL_NUM_BLOCKS", "1")
             assert main(["doctor", "--model", str(checkpoint)]) == 1
-        assert "PROBLEM engine options     engine options: num_blocks: " in capsys.readouterr().out
+        assert "PROBLEM engine options     num_blocks: " in capsys.readouterr().out
 
     def test_a_missing_special_token_is_a_problem(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
