@@ -7,9 +7,9 @@ test_prompt_graphs_gpu.py replays.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ from engine.model.fast import FastModel
 from engine.model.v4 import Model
 from engine.plan.replay import tail_of
 from engine.plan.step import Chunk
+from tests.engine.bucketed import REQUESTS, chunk, faults_of, padding, pool_of, turns
 from tests.engine.device import engines
 from tests.engine.device.engines import CPU, load_fast, load_reference, make_fast
 from tests.engine.fast import drafts
-from tests.engine.model import build, drive
+from tests.engine.model import build
 
 BUCKETS = (8, 32, 64)
-BLOCKS = 6  # of a request
-REQUESTS = 4
 CONTEXT = 96
 
 
@@ -62,33 +61,12 @@ def fast(path: Path) -> FastModel:
     return load_fast(path)
 
 
-def pool_of(model: FastModel) -> KVPool:
-    """What nobody has written is NaN."""
-    pool = KVPool(
-        model.config, num_blocks=1 + REQUESTS * BLOCKS, block_size=drive.BLOCK,
-        num_slots=REQUESTS + 2, ring_history=True, forms=model.forms,
-        drafting="off" if model.drafter is None else "dspark",
-    )  # fmt: skip
-    pool.poison(slots=range(1, REQUESTS + 2), blocks=range(1, pool.num_blocks))
-    return pool
-
-
-def chunk(number: int, length: int, mode: PrefillMode = "off", start: int = 0) -> Chunk:
-    blocks = tuple(range(1 + number * BLOCKS, 1 + (number + 1) * BLOCKS))
-    ids = tuple(drive.tokens(length, number))
-    return Chunk(
-        str(number), number + 1, start, ids[start:], blocks, wants_logits=True, arrival=number,
-        prefill=mode, anchor=0 if mode == "off" else length - 1,
-    )  # fmt: skip
-
-
 def graphs_of(model: FastModel, pool: KVPool, buckets: tuple[int, ...] = BUCKETS) -> PromptGraphs:
     """Buckets that are ready."""
     graphs = PromptGraphs(
         model, pool, tail_of(model.config), max_model_len=CONTEXT, buckets=buckets, captures=False
     )
-    warm = chunk(0, max(buckets))._replace(slot=0, block_ids=(0,) * BLOCKS)
-    begin(model, pool, [warm], graphs).advance(None)
+    begin(model, pool, [padding(max(buckets))], graphs).advance(None)
     graphs.build()
     return graphs
 
@@ -117,55 +95,14 @@ def run_pass(model: FastModel, pool: KVPool, chunks: list[Chunk], *how: Any) -> 
     return done.logits
 
 
-def routed(model: FastModel, pool: KVPool, chunks: list[Chunk], graphs: PromptGraphs | None) -> tuple[torch.Tensor, list[Counter[int]]]:  # fmt: skip
-    """Logits, and how many rows of the pass each layer sends to which expert."""
-    seen: list[Counter[int]] = []
-    plain = model.ops
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        routing = plain.route(*args, **kwargs)
-        seen.append(Counter(routing.experts[routing.experts >= 0].tolist()))
-        return routing
-
-    model.ops = replace(plain, route=spy)
-    try:
-        return run_pass(model, pool, chunks, graphs), seen
-    finally:
-        model.ops = plain
-
-
 def faults(model: FastModel, lengths: list[int], modes: list[PrefillMode], again: list[int]) -> list[str]:  # fmt: skip
-    """What a bucket changes in two passes, one after the other, beside the order of sums.
-
-    The second pass goes on with some of the requests by further tokens, as a turn would.
-    """
-    found = []
+    """What a bucket changes in two passes, one after the other."""
+    found: list[str] = []
     pools = pool_of(model), pool_of(model)
     graphs = graphs_of(model, pools[1])
-    longer = [(at, lengths[at], more) for at, more in enumerate(again) if more]
-    passes = [
-        [chunk(i, n, mode) for i, (n, mode) in enumerate(zip(lengths, modes, strict=True))],
-        [chunk(at, n + more, modes[at], start=n) for at, n, more in longer],
-    ]
-    for chunks in passes:
-        if not chunks:
-            continue
-        want, sent = routed(model, pools[0], chunks, None)
-        got, got_sent = routed(model, pools[1], chunks, graphs)
-        if not (got - want).abs().max() < 1e-4:
-            found.append("logits differ")
-        if sent != got_sent:
-            found.append("rows that pad reach experts")
-        for name, tensor in pools[1].named_tensors().items():
-            left = pools[0].named_tensors()[name]
-            if name == "history":
-                same = torch.equal(tensor[1:], left[1:])
-            else:
-                same = torch.allclose(tensor[1:], left[1:], atol=1e-4, rtol=0, equal_nan=True)
-            if not same:
-                found.append(f"{name} differs")
-            if not tensor[0].isfinite().all():
-                found.append(f"the dummy of {name} is not finite")
+    for chunks in turns(lengths, modes, again):
+        plain = partial(run_pass, model, pools[0], chunks, None)
+        found += faults_of(model, pools, plain, partial(run_pass, model, pools[1], chunks, graphs))
     return found
 
 
