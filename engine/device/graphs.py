@@ -117,6 +117,41 @@ class Capturer:
         return graph, found
 
 
+def capture_all(
+    model: Any,
+    buckets: Sequence[int],
+    prepare: Callable[[int, Capturer | None], int],
+    *,
+    captures: bool,
+) -> tuple[Captured, ...]:
+    """Make buckets ready, largest first, since smaller ones fit into the memory of larger ones.
+
+    Args:
+        model: whose operations are watched meanwhile.
+        buckets: row counts, ascending.
+        prepare: warms up and captures a bucket, or calls it without a capturer; gives the bytes by
+            which the pool has grown.
+        captures: whether there is a capturer.
+
+    Returns:
+        how each came to be, largest first.
+
+    Raises:
+        EngineError: fused kernels are switched on and no bucket runs one.
+    """
+    capturer = Capturer() if captures else None
+    found = []
+    for bucket in reversed(buckets):
+        begin = time.perf_counter()
+        with watch(model) as kernels:
+            pool_bytes = prepare(bucket, capturer)
+        seconds = time.perf_counter() - begin
+        found.append(Captured(bucket, seconds, pool_bytes, frozenset(kernels)))
+    if model.ops.name == "triton":
+        check_coverage(found)
+    return tuple(found)
+
+
 class GraphCache:
     """Runs decode steps by bucket.
 
@@ -172,17 +207,9 @@ class GraphCache:
         Raises:
             EngineError: fused kernels are switched on and no bucket runs one.
         """
-        found = []
-        capturer = Capturer() if self._captures else None
-        for bucket in reversed(self.buckets):
-            begin = time.perf_counter()
-            with watch(self._model) as kernels:
-                pool_bytes = self._prepare(bucket, capturer)
-            seconds = time.perf_counter() - begin
-            found.append(Captured(bucket, seconds, pool_bytes, frozenset(kernels)))
-        self.captured = tuple(found)
-        if self._model.ops.name == "triton":
-            check_coverage(self.captured)
+        self.captured = capture_all(
+            self._model, self.buckets, self._prepare, captures=self._captures
+        )
         self._seals.seal()
 
     def run(self, bucket: int) -> Tensor:

@@ -21,7 +21,6 @@ A pass in a bucket equals the same pass alone up to rounding: products differ by
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from engine.api import EngineError
-from engine.device.graphs import Captured, Capturer, check_coverage, watch
+from engine.device.graphs import Captured, Capturer, capture_all
 from engine.device.kvpool import KVPool
 from engine.device.row_buffers import RowBuffers
 from engine.device.seals import Seals
@@ -156,17 +155,9 @@ class PromptGraphs:
                 f"graphs of prompts: expected one of {self.buckets[-1]} rows to have been processed"
                 f" before they are captured, got {self._most_seen}"
             )
-        capturer = Capturer() if self._captures else None
-        found = []
-        for bucket in reversed(self.buckets):
-            begin = time.perf_counter()
-            with watch(self._model) as kernels:
-                nbytes = self._prepare(bucket, capturer)
-            seconds = time.perf_counter() - begin
-            found.append(Captured(bucket, seconds, nbytes, frozenset(kernels)))
-        self.captured = tuple(found)
-        if self._model.ops.name == "triton":
-            check_coverage(self.captured)
+        self.captured = capture_all(
+            self._model, self.buckets, self._prepare, captures=self._captures
+        )
         self.seals.seal()
         self._is_ready = True
 
