@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,13 @@ def test_the_reserve_is_part_of_the_verdict() -> None:
     assert plan_memory(config, OPTIONS, itemsize=4, budget=int(need / (1 - RESERVE)) + 2).fits
 
 
+def planned_steps(config: ModelConfig, options: EngineConfig, **changes: Any) -> dict[str, int]:
+    """Bytes that a plan gives to what steps need, by what it is."""
+    own = dataclasses.replace(options, **changes)
+    plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
+    return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+
+
 def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
     """Those of captured tails agree to the byte, and are planned where tails are captured only."""
     path = build.write(tmp_path / "model", build.v41(quantised=True, max_position_embeddings=400), storage="fp4")  # fmt: skip
@@ -241,12 +249,7 @@ def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
     runner.warm_up(100)
     tails = runner.prompts.tails
     assert tails is not None
-    config = ModelConfig.from_file(path)
-
-    def steps(**changes: Any) -> dict[str, int]:
-        own = dataclasses.replace(options, **changes)
-        plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
-        return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+    steps = partial(planned_steps, ModelConfig.from_file(path), options)
 
     assert steps()["buffers of tails"] == tails.buffer_bytes
     assert steps()["tail of 384 rows"] > 0
@@ -268,12 +271,7 @@ def test_buffers_of_prompts_are_as_large_as_planned(tmp_path: Path) -> None:
     runner.warm_up(300)
     graphs = runner.prompts.graphs
     assert graphs is not None
-    config = ModelConfig.from_file(path)
-
-    def steps(**changes: Any) -> dict[str, int]:
-        own = dataclasses.replace(options, **changes)
-        plan = plan_memory(config, own, itemsize=2, budget=None, packed=True)
-        return {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
+    steps = partial(planned_steps, ModelConfig.from_file(path), options)
 
     assert graphs.buckets == (128, 256)
     planned = steps(graphs=True)

@@ -22,7 +22,7 @@ from engine.qwen3_config import Qwen3Config
 from engine.routing_trace import RoutingTrace, Step, write_trace
 from tests.engine.device.engines import requests, run, same
 from tests.engine.paging.checkpoints import write_qwen
-from tests.engine.paging.test_serving import PROMPTS, greedy, load, runner_of, soak
+from tests.engine.paging.test_serving import PROMPTS, check_agree, greedy, load, runner_of, soak
 
 #: Of three layers: most slots pinned, one pin, none.
 FILE = "5: 6 0 3\n4: 7\n3\n"
@@ -255,10 +255,6 @@ def test_captured_steps_keep_pins_on_a_gpu(qwen: Path, file: Path, prefetch: boo
     """Captured steps, waves and streamed prompts in turn: resident tokens, and pins in their slots."""
     on = {"device": "cuda", "dtype": "float32"}
     paged = load(qwen, **on, expert_slots_file=file, expert_prefetch=prefetch)
-    mine, theirs = soak(paged, range(6), every=3), soak(load(qwen, **on), range(6), every=99)
-    for one, other in zip(mine, theirs, strict=True):
-        for name, outcome in one.items():  # an aborted one as far as both went
-            pairs = zip(outcome.tokens, other[name].tokens, strict=False)
-            assert all(a == b for a, b in pairs)
+    check_agree(soak(paged, range(6), every=3), soak(load(qwen, **on), range(6), every=99))
     torch.cuda.synchronize()
     assert ABSENT not in runner_of(paged).paged[0].state.expert_slot[[6, 0, 3]].tolist()

@@ -272,6 +272,14 @@ def soak(core: EngineCore, seeds: range, *, every: int) -> list[dict[str, Outcom
     return found
 
 
+def check_agree(mine: list[dict[str, Outcome]], theirs: list[dict[str, Outcome]]) -> None:
+    """The same tokens in both soaks; of a request that was aborted as far as both went."""
+    for one, other in zip(mine, theirs, strict=True):
+        for name, outcome in one.items():
+            pairs = zip(outcome.tokens, other[name].tokens, strict=False)
+            assert all(a == b for a, b in pairs)
+
+
 @pytest.mark.parametrize("options", [{}, {"expert_prefetch": True}], ids=["", "prefetch"])
 def test_slots_hold_the_hosts_bytes_after_every_step(qwen: Path, options: dict[str, bool]) -> None:
     """Changing batch sizes, chunks and aborts: no step leaves a slot with other bytes than its expert's."""
@@ -294,11 +302,7 @@ def test_long_soak_on_a_gpu(qwen: Path, slots: int, prefetch: bool) -> None:
     """Captured steps, waves and streamed prompts in turn: resident tokens, true slots throughout."""
     on = {"device": "cuda", "dtype": "float32"}
     paged = load(qwen, **on, expert_slots=slots, expert_prefetch=prefetch)
-    mine, theirs = soak(paged, range(12), every=7), soak(load(qwen, **on), range(12), every=99)
-    for one, other in zip(mine, theirs, strict=True):
-        for name, outcome in one.items():  # an aborted one as far as both went
-            pairs = zip(outcome.tokens, other[name].tokens, strict=False)
-            assert all(a == b for a, b in pairs)
+    check_agree(soak(paged, range(12), every=7), soak(load(qwen, **on), range(12), every=99))
     stats = paged.stats().experts
     assert min(stats.hits, stats.misses, stats.waves) > 0
     assert (stats.prefetch_hits > 0) is prefetch
