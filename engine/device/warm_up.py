@@ -17,7 +17,8 @@ from engine.plan.step import Chunk
 LENGTHS = (1, 2, 4, 5, 7, 9, 15, 16, 17, 24, 40, 64, 65, 100, 128, 160, 256, 300, 1024, 1100, 2048)
 #: The same where tails' windows are cut.
 TAIL_LENGTHS = (2, 8, 16, 32, 128)
-#: Rows of prompts whose ends are of each class: scored one by one, and in tiles.
+#: Rows of prompts whose ends are of each class: scored one by one, and in tiles. Two of the former
+#: make a pass of more rows than kernels overlap for.
 END_LENGTHS = (8, 17)
 #: Prompts of one pass: kernels tell few wanted rows from more, and count sequences in powers of two.
 GROUPS = (2, 9, 17, 33)
@@ -34,7 +35,7 @@ def warm_passes(
     """
     for chunk in warm_chunks(longest, most, block_size, has_tail=has_tail, has_ends=has_ends):
         yield (chunk,)
-    yield from warm_groups(most_seqs, most, block_size)
+    yield from warm_groups(most_seqs, most, block_size, has_ends=has_ends)
     half = longest // 2
     if has_tail and half:
         whole, cut = (
@@ -59,11 +60,10 @@ def warm_chunks(
     for length in sorted({min(n, longest) for n in (*LENGTHS, longest - 1, longest)} - {0}):
         for start in sorted({0, most - length}):
             yield _chunk(length, start, block_size)
-    end = LEAST_END
-    while has_ends and end < most:
+    for end in _ends(most) if has_ends else ():
         for length in END_LENGTHS:
-            yield _chunk(min(length, longest), end - min(length, longest), block_size)
-        end *= 2
+            rows = min(length, longest, end)
+            yield _chunk(rows, end - rows, block_size)
     if has_tail:
         for length in sorted({min(n, longest) for n in TAIL_LENGTHS}):
             yield _chunk(length, most - length, block_size, "bounded")
@@ -71,19 +71,34 @@ def warm_chunks(
             yield _chunk(longest, most - longest, block_size, mode)
 
 
-def warm_groups(most_seqs: int, most: int, block_size: int) -> Iterator[tuple[Chunk, ...]]:
+def warm_groups(
+    most_seqs: int, most: int, block_size: int, *, has_ends: bool
+) -> Iterator[tuple[Chunk, ...]]:
     """Give prompts that are processed in one pass, at their beginning and far behind it.
 
     Args:
         most_seqs: requests at once.
         most: positions of a request.
         block_size: of the pool.
+        has_ends: whether passes differ by where they end.
     """
+    for end in _ends(most) if has_ends and most_seqs > 1 else ():
+        length = min(END_LENGTHS[0], end)
+        yield (_chunk(length, end - length, block_size),) * 2
     for count in sorted({min(n, most_seqs) for n in (*GROUPS, most_seqs)} - {1}):
         for rows in GROUP_ROWS:
             length = min(max(2, -(-rows // count)), most)
             for start in sorted({0, most - length}):
                 yield (_chunk(length, start, block_size),) * count
+
+
+def _ends(most: int) -> Iterator[int]:
+    """The largest end of each class."""
+    end = LEAST_END
+    while end < most:
+        yield end
+        end *= 2
+    yield most
 
 
 def _chunk(length: int, start: int, block_size: int, mode: PrefillMode = "off") -> Chunk:

@@ -104,7 +104,7 @@ def test_a_pass_needs_nothing_that_kernels_write(
                 for chunk in warm_chunks(70, 120, 16, has_tail=False, has_ends=False)
                 if len(chunk.token_ids) in (1, 17, 70)
             ),
-            *(partial(runner._warm, *group) for group in warm_groups(4, 120, 16)),
+            *(partial(runner._warm, *group) for group in warm_groups(4, 120, 16, has_ends=False)),
         ]
     )
 

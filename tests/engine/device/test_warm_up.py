@@ -49,6 +49,8 @@ def test_many_rows_are_left_where_some_are_left_out() -> None:
 
     assert [sum(len(chunk.token_ids) for chunk in chunks) for chunks in mixed] == [8192]
     assert {len(chunks) for chunks in passes} >= {1, 2, 9, 16}
+    short = [chunks for chunks in passes if [len(each.token_ids) for each in chunks] == [8, 8]]
+    assert {end_class(n) for n in range(1, 66_000)} == {end_class(each[0].end) for each in short}
     for chunks in warm_passes(1, 2, 256, 1, has_tail=True, has_ends=True):
         assert all(chunk.token_ids for chunk in chunks)
 
