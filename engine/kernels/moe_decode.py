@@ -9,8 +9,9 @@ A program takes tickets: numbers of shares, tiles of all of its warps, that foll
 through the shared expert's W13, the routed experts', and both W2. Multiprocessors are not equally
 near to memory: with equal shares of all units, fixed beforehand, the slowest decided, and a step
 of 64 rows took 11 % longer on an H200. A share of W2 waits until hidden values of its rows are
-rounded and there; all shares that it waits for were taken before it by programs that run, so that
-it waits for nobody who has yet to begin, however few programs there is room for.
+rounded and there. All shares that it waits for have been taken before, or are the first of programs
+that begin at once: there are no more programs than a GPU has room for, and two such launches must
+not run side by side on one, where each could wait for programs that the other leaves no room.
 
 What bounds it beside the memory are the caches: rows of x come from there as often as a tile is
 multiplied. Hence several tiles at a time, programs of two warps, whose tiles meet the same rows,
@@ -92,8 +93,8 @@ class Layout:
     @property
     def programs(self) -> int:
         """As many as run at once."""
-        if INTERPRETED:  # which runs them one after the other: the first takes all tickets
-            return 2
+        if INTERPRETED:  # which runs programs one after the other: none may wait for the next
+            return 1
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         count: int = device.multi_processor_count
         return self.resident // self.warps * count

@@ -299,7 +299,7 @@ def experts_kernel(w13, s13, w13_apart, s13_apart, w2, s2, w2_apart, s2_apart, s
     counts = ready + most
     middle = hidden.to(tl.pointer_type(tl.int32), bitcast=True)
     first = mixed * (2 * I // shared_tall)
-    ticket = tl.max(_take(mine, THREADS), axis=0)
+    ticket = program
     while ticket < first:
         got = _take(mine, THREADS)
         tile = ticket // (2 * I // shared_tall)
@@ -308,16 +308,19 @@ def experts_kernel(w13, s13, w13_apart, s13_apart, w2, s2, w2_apart, s2_apart, s
                tiles, weights, experts, counts + place * shared_spans, ready + place, T, limit,
                CHOICES, 2 * I, D, I, False, True, SHARED_CUT[0], SHARED_CUT[1], SHARED_CUT[3],
                SHARED_CUT[4], SHARED_CUT[5], GROUP, WARPS, OVERLAP)  # fmt: skip
-        ticket = tl.max(got, axis=0)
+        ticket = tl.max(got, axis=0) + programs
     await_previous(OVERLAP)
-    # The set that the next launch counts in; the last launch did.
-    other = state + 32 + (1 - turn) * SIZE
-    for at in range(program * THREADS, SIZE, programs * THREADS):
-        tl.store(other + at + thread, 0, mask=at + thread < SIZE)
     found = tl.load(num_tiles)
     second = first + found * (2 * I // tall)
     third = second + mixed * (D // shared_tall)
     total = third + found * (D // tall)
+    # The set that the next launch counts in; the last launch did. Programs without work may begin
+    # when all is done and another set's turn has come, so they leave it alone.
+    active = tl.minimum(programs, total)
+    if program < active:
+        other = state + 32 + (1 - turn) * SIZE
+        for at in range(program * THREADS, SIZE, active * THREADS):
+            tl.store(other + at + thread, 0, mask=at + thread < SIZE)
     while ticket < total:
         got = _take(mine, THREADS)
         if ticket < second:
@@ -340,7 +343,7 @@ def experts_kernel(w13, s13, w13_apart, s13_apart, w2, s2, w2_apart, s2_apart, s
             _share(tile, share % (D // tall), w2, s2, w2_apart, s2_apart, middle, out, order, tiles,
                    weights, experts, counts, ready + tile, T, limit, CHOICES, D, I, D, True, False,
                    CUT[0], CUT[2], CUT[3], CUT[4], CUT[5], GROUP, WARPS, OVERLAP)  # fmt: skip
-        ticket = tl.max(got, axis=0)
-    # Who gets the last of all tickets knows that everybody has read whose turn it is.
-    if ticket == total + programs - 1:
+        ticket = tl.max(got, axis=0) + programs
+    # Who takes the last of all tickets knows that whoever has work has read whose turn it is.
+    if (ticket == total + programs - 1) & (total > 0):
         tl.store(state, 1 - turn)
