@@ -1,6 +1,7 @@
-"""Products of one row with plain weights (twins: linear_torch, moe_torch).
+"""Products of one row, or very few, with plain weights (twins: linear_torch, moe_torch).
 
-A single row meets each weight once, so there is nothing to share and no use for tensor cores. Weights
+A single row meets each weight once, so there is nothing to share and no use for tensor cores; a few
+meet it in registers. Weights
 that do not depend on the kernel before are asked for before it has ended, and kept in registers: dense
 ones, and those of the experts' second product. The first product's experts are known when the router
 has ended; its programs are many and small.
@@ -30,15 +31,18 @@ _HIDDEN, _HIDDEN_WARPS = 4, 8
 #: Columns of every expert that a program of the second product takes at a time, its warps, and
 #: most registers of its threads; six programs fit a processor, which is quicker than eight.
 _CHUNK, _SUM_WARPS, _SUM_REGISTERS = 256, 8, 40
+#: Most rows of `linear_rows`.
+FEW_ROWS = 4
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
 
 @triton.jit
 def _linear_kernel(
-    x, w, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr
+    x, w, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of BN rows of w [N, K]."""
+    """Program of BN rows of w [N, K] and all ROWS rows of x."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, WIDTH)
     inside = (n < N)[:, None] & (k < K)[None, :]
@@ -46,9 +50,10 @@ def _linear_kernel(
     # Before the wait: the next kernel touches nothing of ours before it has waited for us.
     begin_next(OVERLAP)
     await_previous(OVERLAP)
-    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    total = tl.sum(held.to(tl.float32) * value[None, :], 1)
-    tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
+    for row in tl.static_range(ROWS):
+        value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+        tl.store(out + row * N + n, cast(total, out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -166,31 +171,31 @@ def _tiling(width: int) -> tuple[int, int]:
     return columns, max(1, _HELD * _WARPS * 32 // columns)
 
 
-def takes_row(x: Tensor, *weights: Matrix) -> bool:
-    """Whether the kernels here take x [T, K] and weights."""
-    return len(x) == 1 and all(
+def takes_rows(x: Tensor, *weights: Matrix, most: int = 1) -> bool:
+    """Whether the kernels here take x [T, K], of up to `most` rows, and weights."""
+    return len(x) <= most and all(
         w.kind == "plain" and w.data.dtype == x.dtype and w.shape[-1] <= _MOST_WIDTH
         for w in weights
     )
 
 
-def linear_row(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Run linear_torch for one row.
+def linear_rows(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Run linear_torch for up to FEW_ROWS rows.
 
     Args:
-        x: [1, K].
+        x: [T, K].
         w: plain [N, K], of x's dtype.
         out_dtype: of the result; x's by default.
 
     Returns:
-        [1, N].
+        [T, N].
     """
     height, width = w.shape
     columns, rows = _tiling(width)
-    out = torch.empty((1, height), dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty((len(x), height), dtype=out_dtype or x.dtype, device=x.device)
     _linear_kernel[(triton.cdiv(height, rows),)](
-        x, w.data, out, height, K=width, WIDTH=columns, BN=rows, num_warps=_WARPS,
-        **overlapping(x.device),
+        x.contiguous(), w.data, out, height, K=width, WIDTH=columns, BN=rows, ROWS=len(x),
+        num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
     return out
 

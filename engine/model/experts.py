@@ -33,7 +33,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
-from engine.kernels.row import Missing, experts_row, takes_row
+from engine.kernels.row import Missing, experts_row, takes_rows
 from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
@@ -47,7 +47,7 @@ Meanwhile = Callable[[], None]
 
 def _is_row(ops: Ops, x: Tensor, w13: Matrix, w2: Matrix, shared: object, group: object) -> bool:
     """Whether a pass is a single row that kernels of its own take."""
-    return ops.name == "triton" and shared is None and group is None and takes_row(x, w13, w2)
+    return ops.name == "triton" and shared is None and group is None and takes_rows(x, w13, w2)
 
 
 def _at_once(
