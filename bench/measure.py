@@ -108,7 +108,7 @@ JOBS = (
     ),
     Job(
         "paged",
-        f"{QWEN} --slots 40 --batch 1,4 --steps 64 --check --out gpu-paged-qwen",
+        f"{QWEN} --slots 40 --batch 1,4 --steps 192 --check --out gpu-paged-qwen",
         130,
     ),
     # Fair only while no other job has the host's cores: by itself, with --only.

@@ -96,9 +96,10 @@ def _decode(
     kinds = [("reuse", 1.0), *(("reuse", h) for h in hits)]
     kinds += [("zipf", 0.0)] if args.zipf else []
     resident_ms = 0.0
+    steps = max(1, args.steps // batch)  # as many choices for any batch
     for kind, hit in kinds:
-        trace = bench.trace(kind, hit, args.warm + args.steps + 1, batch)
-        timed = bench.time_steps(batch, trace, args.warm, args.steps)
+        trace = bench.trace(kind, hit, args.warm + steps + 1, batch)
+        timed = bench.time_steps(batch, trace, args.warm, steps)
         if hit == 1.0:
             resident_ms = spread(timed.ms, 4)["median"]
         row = _row(bench, timed, batch, resident_ms)
@@ -112,7 +113,7 @@ def _decode(
         for accuracy in (float(a) for a in args.prefetch.split(",") if a):
             if hit == 1.0:
                 continue
-            timed = bench.time_steps(batch, trace, args.warm, args.steps, accuracy)
+            timed = bench.time_steps(batch, trace, args.warm, steps, accuracy)
             guessed = {**_row(bench, timed, batch, resident_ms), "trace": row["trace"]}
             guessed["prefetch_accuracy"] = accuracy
             over = round(guessed["tok_s"] / row["tok_s"], 3)
@@ -216,7 +217,9 @@ def main() -> None:
     parser.add_argument("--prompt", default="")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument(
+        "--steps", type=int, default=96, help="timed; of injected traces over the rows of a step"
+    )
     parser.add_argument(
         "--check", action="store_true", help="compare slots with the store at the end"
     )

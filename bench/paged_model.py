@@ -46,7 +46,9 @@ QWEN = "qwen3-30b-a3b"
 def reuse_trace(
     steps: int, experts: int, per_step: int, held: Sequence[int], hit: float, seed: int
 ) -> list[list[int]]:
-    """Choices of one layer: distinct within a step, each from the K used last with probability h.
+    """Choices of one layer: distinct within a step, a share h of them from the K used last.
+
+    As many choices as the share says are misses, at random places.
 
     Args:
         steps: how many.
@@ -59,12 +61,14 @@ def reuse_trace(
     draw = random.Random(seed)
     recent, slots = list(held), len(held)
     found = []
-    for _ in range(steps):
+    places = range(steps * per_step)
+    misses = set(draw.sample(places, round((1 - hit) * len(places))))
+    for step in range(steps):
         known = set(recent)
         chosen: list[int] = []
         others = [e for e in range(experts) if e not in known]
-        for _ in range(per_step):
-            source = recent if draw.random() < hit or not others else others
+        for place in range(step * per_step, (step + 1) * per_step):
+            source = others if place in misses and others else recent
             expert = draw.choice(source)
             while expert in chosen:
                 expert = draw.choice(source if len(set(source) - set(chosen)) else recent)
