@@ -222,6 +222,11 @@ JOBS = (
         " --tokens 70000 --out gpu-replay-v41-12l",
         120,
     ),
+    Job(
+        "paged-pins",
+        f'{QWEN} --slots 40 --pins 32 --hit "" --steps 48 --out gpu-paged-pins-qwen',
+        70,
+    ),
     Job("peers", "bench.micro.peers --out gpu-peers", 90),
 )
 

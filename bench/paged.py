@@ -46,17 +46,17 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     begin = time.perf_counter()
     layers = 48 if args.geometry == QWEN else geometry(args.geometry).num_hidden_layers
     slots = dict.fromkeys(range(args.resident_layers, layers), counts[0]) if counts else {}
-    bench = PagedBench(args.geometry, slots, max([1, *batches]), fp8=args.fp8)
+    bench = PagedBench(args.geometry, slots, max([1, *batches]), fp8=args.fp8, pins=args.pins)
     torch.cuda.synchronize()
     load_s = time.perf_counter() - begin
-    store = sum(p.store.nbytes for p in bench.paged)
+    store = sum(p.store.nbytes - args.pins * p.layout.nbytes for p in bench.paged)
     pin_s = sum(p.pin_seconds for p in bench.paged)
     loaded = {
         "geometry": args.geometry, "mode": "paged" if slots else "resident",
         "experts": "fp8" if args.fp8 else "as published", "paged_layers": len(slots),
         "host_gb": round(store / 1e9, 2), "load_s": round(load_s, 1), "pin_s": round(pin_s, 1),
         "pin_gb_s": round(store / 1e9 / pin_s, 2) if pin_s else None,
-        "gpu_budget_gb": args.gpu_budget_gb or None,
+        "gpu_budget_gb": args.gpu_budget_gb or None, "pins": args.pins,
     }  # fmt: skip
     print(f"# {loaded}, GPU {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
     for count in counts or [0]:
@@ -206,6 +206,9 @@ def main() -> None:
     parser.add_argument("--gpu-budget-gb", type=int, default=0, help="most memory taken of the GPU")
     parser.add_argument("--batch", default="1")
     parser.add_argument("--fp8", action="store_true", help="qwen3: experts in FP8, not bfloat16")
+    parser.add_argument(
+        "--pins", type=int, default=0, help="qwen3: experts of each layer that stay, spread evenly"
+    )
     parser.add_argument("--hit", default="0.5,0.67,0.81,0.887,0.9,0.95,0.99")
     parser.add_argument("--zipf", action="store_true", help="also independent choices by 1 / rank")
     parser.add_argument(

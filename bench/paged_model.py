@@ -277,9 +277,12 @@ class PagedBench:
         slots: layer -> K of each paged layer.
         rows: most sequences at once.
         fp8: Qwen's experts in FP8.
+        pins: experts of each of Qwen's layers that stay in slots, spread evenly.
     """
 
-    def __init__(self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False) -> None:
+    def __init__(
+        self, name: str, slots: dict[int, int], rows: int, *, fp8: bool = False, pins: int = 0
+    ) -> None:
         self.model: FastModel | Qwen3Model
         self.pool: KVPool | QwenPool
         per = CONTEXT // BLOCK
@@ -287,9 +290,11 @@ class PagedBench:
             config = Qwen3Config.from_dict(QWEN3_30B)
             self.layers, self.experts = config.num_hidden_layers, config.num_experts
             self.per_row, self.vocab = config.num_experts_per_tok, config.vocab_size
+            stay = [i * self.experts // pins for i in range(pins)]
             self.model = random_qwen3(
-                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots, fp8=fp8
-            )
+                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots, fp8=fp8,
+                pins=dict.fromkeys(slots, stay),
+            )  # fmt: skip
             self.pool = QwenPool(
                 config, num_blocks=rows * per + 64, block_size=BLOCK, device="cuda",
                 dtype=torch.bfloat16,

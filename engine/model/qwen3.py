@@ -518,6 +518,7 @@ def random_qwen3(
     max_model_len: int,
     seed: int = 0,
     slots: Mapping[int, int] | None = None,
+    pins: Mapping[int, Sequence[int]] | None = None,
     fp8: bool = False,
 ) -> Qwen3Model:
     """Draw a model of a shape from a seed; arguments as `load_qwen3` and QwenRandom."""
@@ -525,7 +526,7 @@ def random_qwen3(
     return Qwen3Model(
         config,
         QwenRandom(config, where, seed, fp8=fp8),
-        Placement(slots, device=where, pin=where.type == "cuda"),
+        Placement(slots, device=where, pin=where.type == "cuda", pins=pins),
         ops(kernels),
         max_model_len=max_model_len,
     )
