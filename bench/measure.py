@@ -146,7 +146,11 @@ JOBS = (
         " --tail-buckets 128 --context 33280 --out gpu-replay-v41-40l-many-128",
         270,
     ),
-    Job("resident", f"{QWEN} --batch 1,4,16,64 --prompt 8192 --out gpu-resident-qwen", 90),
+    Job(
+        "resident",
+        f"{QWEN} --batch 1,4,16,64 --steps 256 --prompt 8192 --out gpu-resident-qwen",
+        90,
+    ),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
     Job(
         "speculate-v4",

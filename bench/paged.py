@@ -33,6 +33,8 @@ from bench.paged_model import QWEN, PagedBench, Timed, mark, peaks
 from bench.rows import make_rows, percentile, spread, write_rows
 from engine.model.expert_stream import ExpertStream
 
+#: Steps before the first that are measured.
+AWAKING = 256
 BUS = 51e9  # bytes per second at which kernels read pinned memory, measured (engine.md B0)
 
 
@@ -59,6 +61,9 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "gpu_budget_gb": args.gpu_budget_gb or None, "pins": args.pins,
     }  # fmt: skip
     print(f"# {loaded}, GPU {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
+    # The first steps of a process come slower, by 5 % for half a second: nobody's figure.
+    awaking = bench.trace("reuse", 1.0, args.warm + AWAKING + 1, 1) if slots else None
+    bench.time_steps(1, awaking, args.warm, AWAKING)
     for count in counts or [0]:
         if count != (counts or [0])[0]:
             bench.use_slots(count)
