@@ -21,8 +21,9 @@ from engine.kernels.formats import Matrix
 from engine.kernels.gemv_kernel import _with
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import Routing
-from engine.kernels.triton_compat import cast, tl, triton
+from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 #: Weights that one thread holds, at most (bfloat16: 64 registers).
 _HELD = 128
 _WARPS = 4
@@ -31,8 +32,12 @@ _HIDDEN, _HIDDEN_WARPS = 4, 8
 #: Columns of every expert that a program of the second product takes at a time, its warps, and
 #: most registers of its threads; six programs fit a processor, which is quicker than eight.
 _CHUNK, _SUM_WARPS, _SUM_REGISTERS = 256, 8, 40
-#: Most rows of `linear_rows`.
+#: Most rows of `linear_rows` and `experts_rows`.
 FEW_ROWS = 4
+#: Of few rows: hidden values of a program of the experts' first product, and its warps; warps of one
+#: of the second product, output values of each of them, and most registers of its threads.
+_FEW_HIDDEN, _FEW_HIDDEN_WARPS, _FEW_HIDDEN_REGISTERS = 4, 8, 64
+_OUT_WARPS, _OUT_EACH, _OUT_REGISTERS = 8, 2, 64
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
@@ -54,6 +59,29 @@ def _linear_kernel(
         value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
         total = tl.sum(held.to(tl.float32) * value[None, :], 1)
         tl.store(out + row * N + n, cast(total, out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _again(held):
+    """Give bfloat16 weights [..] as they are, and what is made of them is made anew.
+
+    The compiler would keep them converted for the next row, in twice the registers.
+    """
+    if not _INTERPRETED and held.dtype == tl.bfloat16:
+        held = tl.inline_asm_elementwise(
+            asm="mov.b32 $0, $1;", constraints="=r,r", args=[held], dtype=tl.bfloat16,
+            is_pure=False, pack=2,
+        )  # fmt: skip
+    return held
+
+
+@triton.jit
+def _gated(held, value, weight, limit, BN: tl.constexpr):
+    """BN hidden values of one pair; gate and up rows of `held` alternate."""
+    g, u = tl.split(tl.reshape(tl.sum(held.to(tl.float32) * value, 1), (BN, 2)))
+    g = tl.minimum(g, limit)
+    u = tl.minimum(tl.maximum(u, -limit), limit)
+    return g / (1.0 + tl.exp(-g)) * u * weight
 
 
 @triton.jit
@@ -87,10 +115,7 @@ def _first_kernel(
     # barrier. Left to itself the compiler would have two or three loads under way.
     tl.debug_barrier()
     value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)
-    g, u = tl.split(tl.reshape(tl.sum(held.to(tl.float32) * value, 1), (BN, 2)))
-    g = tl.minimum(g, limit)
-    u = tl.minimum(tl.maximum(u, -limit), limit)
-    made = g / (1.0 + tl.exp(-g)) * u * weight
+    made = _gated(held, value, weight, limit, BN)
     n = block * BN + tl.arange(0, BN)
     tl.store(hidden + tile * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
     if missing:
@@ -134,6 +159,84 @@ def _sum_kernel(
         for chunk in tl.static_range(CHUNKS):
             column = chunk * WIDTH + k
             tl.store(place + column, held[chunk], mask=column < left)
+
+
+@triton.jit
+def _first_rows_kernel(
+    x, data, data_apart, hidden, experts, out, tiles, order, weights, limit, ROWS: tl.constexpr,
+    CHOICES: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (BN hidden values, tile), which meets the tile's rows one by one.
+
+    What the second product will not write, parts of pairs that reach no expert, is zeroed here.
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    k, line = tl.arange(0, WIDTH)[None, :], tl.arange(0, 2 * BN)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
+    expert = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    program, programs = tile * tl.num_programs(0) + block, tl.num_programs(0) * tl.num_programs(1)
+    for pair in range(program, ROWS * CHOICES, programs):
+        if tl.load(experts + pair) < 0:
+            tl.store(out + pair * D + k, tl.zeros((1, WIDTH), tl.float32), mask=k < D)
+    if expert < 0:
+        return
+    row = (block * BN + line // 2)[:, None]
+    at = data + expert.to(tl.int64) * data_apart + (row + line[:, None] % 2 * INNER) * D + k
+    held = tl.load(at, mask=(row < INNER) & (k < D), other=0.0)
+    tl.debug_barrier()  # as in _first_kernel
+    n = block * BN + tl.arange(0, BN)
+    for place in range(first, first + count):
+        pair = tl.load(order + place)
+        value = tl.load(x + pair // CHOICES * D + k, mask=k < D, other=0.0).to(tl.float32)
+        made = _gated(_again(held), value, tl.load(weights + pair), limit, BN)
+        tl.store(hidden + place * INNER + n, cast(made, hidden.dtype.element_ty), mask=n < INNER)
+
+
+@triton.jit
+def _second_rows_kernel(
+    hidden, data, data_apart, out, tiles, order, INNER: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (LINES * EACH output values, tile), for one part of each of the tile's pairs.
+
+    With a line a warp nothing is added up between warps. Weights are asked for as in _sum_kernel.
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    line, k = tl.arange(0, LINES), tl.arange(0, WIDTH)[None, :]
+    expert = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    width = tl.where(expert >= 0, INNER, 0)
+    place = data + tl.maximum(expert, 0).to(tl.int64) * data_apart
+    held = ()
+    for each in tl.static_range(EACH):
+        n = ((block * EACH + each) * LINES + line)[:, None]
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * WIDTH + k
+            inside = (n < D) & (column < width)
+            held = _with(held, tl.load(place + n * INNER + column, mask=inside, other=0.0))
+    begin_next(OVERLAP)
+    await_previous(OVERLAP)
+    # Every line reads all of a pair's hidden values, so that warps exchange nothing.
+    columns = k + tl.zeros((LINES, 1), tl.int32)
+    for at in range(first, first + count):
+        to = out + tl.load(order + at) * D
+        values = ()
+        for chunk in tl.static_range(CHUNKS):
+            inside = columns < INNER - chunk * WIDTH
+            value = tl.load(hidden + at * INNER + chunk * WIDTH + columns, mask=inside, other=0.0)
+            values = _with(values, value.to(tl.float32))
+        for each in tl.static_range(EACH):
+            sums = tl.zeros((LINES, WIDTH), tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                sums += _again(held[each * CHUNKS + chunk]).to(tl.float32) * values[chunk]
+            one = (block * EACH + each) * LINES + line
+            tl.store(to + one, tl.sum(sums, 1), mask=one < D)
 
 
 @triton.jit
@@ -289,5 +392,38 @@ def experts_row(
         routing.tiles, CHOICES=tiles, TILES=triton.next_power_of_2(tiles), INNER=inner,
         WIDTH=width, CHUNKS=triton.cdiv(inner, width), num_warps=_SUM_WARPS,
         maxnreg=_SUM_REGISTERS if x.dtype == torch.bfloat16 else None, **how,
+    )  # fmt: skip
+    return out
+
+
+def experts_rows(x: Tensor, routing: Routing, w13: Matrix, w2: Matrix, *, limit: float) -> Tensor:
+    """Run moe_torch for up to FEW_ROWS rows without a shared expert, nor a part for one.
+
+    Args:
+        x: [T, d].
+        routing: of the rows.
+        w13: [N, 2 * I, d].
+        w2: [N, d, I].
+        limit: swiglu_limit.
+
+    Returns:
+        float32 [T, k, d], to be summed in order; no bit depends on other rows.
+    """
+    tiles, (d, inner), device = len(routing.tiles), w2.shape[-2:], x.device
+    rows, choices = routing.experts.shape
+    hidden = torch.empty((rows * choices, inner), dtype=x.dtype, device=device)
+    out = torch.empty((rows, choices, d), dtype=torch.float32, device=device)
+    narrow, how = x.dtype == torch.bfloat16, overlapping(device)
+    _first_rows_kernel[(triton.cdiv(inner, _FEW_HIDDEN), tiles)](
+        x.contiguous(), w13.data, w13.data.stride(0), hidden, routing.experts, out, routing.tiles,
+        routing.order, routing.weights, limit, ROWS=rows, CHOICES=choices, INNER=inner, D=d,
+        WIDTH=triton.next_power_of_2(d), BN=_FEW_HIDDEN, num_warps=_FEW_HIDDEN_WARPS,
+        maxnreg=_FEW_HIDDEN_REGISTERS if narrow else None, **how,
+    )  # fmt: skip
+    width = min(_CHUNK, triton.next_power_of_2(inner))
+    _second_rows_kernel[(triton.cdiv(d, _OUT_WARPS * _OUT_EACH), tiles)](
+        hidden, w2.data, w2.data.stride(0), out, routing.tiles, routing.order, INNER=inner, D=d,
+        WIDTH=width, CHUNKS=triton.cdiv(inner, width), LINES=_OUT_WARPS, EACH=_OUT_EACH,
+        num_warps=_OUT_WARPS, maxnreg=_OUT_REGISTERS if narrow else None, **how,
     )  # fmt: skip
     return out

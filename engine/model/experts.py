@@ -33,7 +33,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
-from engine.kernels.row import Missing, experts_row, takes_rows
+from engine.kernels.row import FEW_ROWS, Missing, experts_row, experts_rows, takes_rows
 from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
@@ -45,9 +45,13 @@ from engine.plan.residency import ABSENT, Residency, residents_at_start
 Meanwhile = Callable[[], None]
 
 
-def _is_row(ops: Ops, x: Tensor, w13: Matrix, w2: Matrix, shared: object, group: object) -> bool:
-    """Whether a pass is a single row that kernels of its own take."""
-    return ops.name == "triton" and shared is None and group is None and takes_rows(x, w13, w2)
+def _is_row(
+    ops: Ops, x: Tensor, w13: Matrix, w2: Matrix, shared: object, group: object, most: int = 1
+) -> bool:
+    """Whether a pass is a single row, or up to `most`, that kernels of their own take."""
+    if ops.name != "triton" or shared is not None or group is not None:
+        return False
+    return takes_rows(x, w13, w2, most=most)
 
 
 def _at_once(
@@ -64,6 +68,8 @@ def _at_once(
     """Compute a pass that is one wave; a single row's parts come added up."""
     if _is_row(ops, x, w13, w2, shared[0], act_group):
         return experts_row(x, routing, w13, w2, limit=limit)
+    if _is_row(ops, x, w13, w2, shared[0], act_group, FEW_ROWS):
+        return experts_rows(x, routing, w13, w2, limit=limit)
     return ops.moe(x, routing, w13, w2, *shared, limit=limit, act_group=act_group)
 
 

@@ -19,6 +19,7 @@ from engine.kernels.row import (
     FEW_ROWS,
     Missing,
     experts_row,
+    experts_rows,
     linear_rows,
     norm_linear_row,
     takes_rows,
@@ -115,6 +116,56 @@ def test_experts_of_a_row_equal_their_twin(
         fault = dataclasses.replace(routing, order=routing.order.roll(1))
         wrong = experts_row(x, fault, w13, w2, limit=1.0)
         assert (wrong - wanted).abs().max() > 1e-3  # pairs in another's place are seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("chosen", "d", "inner"),
+    [
+        ([[5, 0, 11], [2, 5, 7]], 64, 48),
+        ([[1, 2, 3], [3, 1, 4], [-1, -1, -1], [1, 3, 2]], 40, 48),
+        ([[-1, -1, -1], [8, 6, 4]], 24, 300),
+        ([[0, 1, 2], [0, 1, 2], [0, 1, 2]], 24, 38),
+        ([[-1, 4, -1], [4, -1, 9]], 96, 16),
+        ([[-1, -1, -1], [-1, -1, -1]], 64, 16),
+    ],
+    ids=str,
+)
+def test_experts_of_few_rows_equal_their_twin(
+    dtype: torch.dtype, chosen: list[list[int]], d: int, inner: int
+) -> None:
+    """Parts of each choice, whether rows share experts or not; 0 for pairs that reach no expert."""
+    torch.manual_seed(3)
+    x = rand(len(chosen), d, dtype=dtype)
+    w13, w2 = expert_weights(dtype, d, inner)
+    experts = torch.tensor(chosen, dtype=torch.int32, device=DEVICE)
+    shares = rand(len(chosen), K).abs() * (experts >= 0)
+    routing = Routing(experts, shares, *group_torch(experts, E))
+    wanted = moe_torch(x, routing, w13, w2, None, None, limit=1.0, act_group=None)[:, :K]
+    found = experts_rows(x, routing, w13, w2, limit=1.0)
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert not found[experts < 0].any()
+    if (experts >= 0).any():  # another row, or its weights, are seen
+        other = experts_rows(x.roll(1, 0), routing, w13, w2, limit=1.0)
+        assert (other - wanted).abs().max() > 1e-2
+        fault = dataclasses.replace(routing, weights=shares.roll(1, 0))
+        other = experts_rows(x, fault, w13, w2, limit=1.0)
+        assert (other - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_of_a_row_depends_on_the_others(dtype: torch.dtype) -> None:
+    """Parts are the same whatever the other rows are and whichever experts they share."""
+    torch.manual_seed(4)
+    x, (w13, w2) = rand(4, 64, dtype=dtype), expert_weights(dtype, 64, 48)
+    shares = rand(4, K).abs()
+    found = []
+    for others in ([[5, 2, 8], [2, 1, 9], [-1, -1, -1]], [[0, 1, 3], [4, 6, 7], [9, 10, 11]]):
+        experts = torch.tensor([[8, 2, 5], *others], dtype=torch.int32, device=DEVICE)
+        routing = Routing(experts, shares * (experts >= 0), *group_torch(experts, E))
+        found.append(experts_rows(x, routing, w13, w2, limit=1.0)[0])
+        x = torch.cat([x[:1], rand(3, 64, dtype=dtype)])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -246,3 +297,8 @@ def test_real_widths() -> None:
     parts = moe_torch(x, routing, w13, w2, None, None, limit=float("inf"), act_group=None)
     added = experts_row(x, routing, w13, w2, limit=float("inf"))
     assert far(added, parts.sum(1, keepdim=True)) < 5e-3
+    few = rand(4, d, dtype=dtype)
+    experts = torch.stack([torch.randperm(12, device=DEVICE)[:8] for _ in few]).to(torch.int32)
+    routing = Routing(experts, torch.rand(4, 8, device=DEVICE), *group_torch(experts, 12))
+    parts = moe_torch(few, routing, w13, w2, None, None, limit=float("inf"), act_group=None)
+    assert far(experts_rows(few, routing, w13, w2, limit=float("inf")), parts[:, :8]) < 5e-3
