@@ -295,7 +295,9 @@ def _some(ids: Sequence[int]) -> str:
 
 def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None) -> Problem | None:
     """Say what is wrong with the host's share, if anything is; arguments as in problems."""
-    experts, rooms = found.experts, found.rooms
+    experts = found.experts
+    # Of more slots than experts another line tells.
+    rooms = {layer: min(room, experts.count) for layer, room in found.rooms.items()}
     most = max(rooms.values(), default=0)
     if any(rows < max(rooms[layer], 2) for layer, rows in found.host_rows.items()):
         least = -(-max(most, 2) * len(found.slots) * experts.nbytes // GB)

@@ -227,6 +227,9 @@ def test_room_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.M
         EngineError, match="expert_host_gb: expected 2 or above, room for 6 experts"
     ):
         load(path, expert_slots=6, expert_host_gb=1)
+    with pytest.raises(EngineError, match="to 16, got 99") as refused:
+        load(path, expert_slots=99)
+    assert "expert_host_gb" not in str(refused.value)  # more slots than experts ask for no host
     with pytest.raises(EngineError, match="graphs: expected off: which experts"):
         load(path, expert_slots=4, expert_host_gb=1, graphs=True)
     with pytest.raises(EngineError, match="expert_prefetch: expected off: what a step reads"):
