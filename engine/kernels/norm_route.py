@@ -1,8 +1,8 @@
 """The way from a sublayer's output to the experts of each row: residual, norm, router.
 
-A single row takes one kernel. Each program adds and norms it once more than needed and takes a few
-experts' logits; the program that finishes last chooses. More rows of a decode step take three: norm,
-logits as products of tiles, and a choice by one program a row. A softmax is monotonous, so experts are
+A few rows take one kernel. Each program adds and norms a row once more than needed and takes a few
+experts' logits; a row's program that finishes last chooses. More rows of a decode step take three:
+norm, logits as products of tiles, and a choice by one program a row. A softmax is monotonous, so experts are
 ranked by their logits; an expert's place is found by counting those before it, without a loop.
 """
 
@@ -18,6 +18,7 @@ from engine.kernels.router import (
     DECODE_ROWS,
     Routing,
     _group,
+    _group_few,
     _is_last,
     _partial_logits,
     _product_shape,
@@ -31,6 +32,8 @@ from engine.kernels.triton_compat import cast, tl, triton
 
 #: Experts of a program.
 _EXPERTS = 8
+#: Most rows that take one kernel.
+_ONE_KERNEL_ROWS = 4
 
 
 def norm_route_torch(
@@ -89,37 +92,55 @@ def _group_one(chosen, place, live, order, tiles, num_tiles, K: tl.constexpr):
 
 
 @triton.jit
+def _group_written(experts, order, tiles, num_tiles, T, most, ROWS: tl.constexpr,
+                   E: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Group the pairs of T rows, up to ROWS of eight, that other programs have written."""
+    row = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
+    choice = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    real = (row < T) & (choice < K)
+    chosen = tl.load(experts + row * K + choice, mask=real, other=-1, cache_modifier=".cg")
+    _group_few(chosen, order, tiles, num_tiles, T, most, E, K, TILE)
+
+
+@triton.jit
 def _norm_route_kernel(
     h, parts, norm, eps, gate, h_out, x_out, logits, counter, seq, slots, experts, weights, order,
     tiles, num_tiles, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
-    EP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, OVERLAP: tl.constexpr,
+    EP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of BE experts, for a single row."""
+    """Program (BE experts, row); a row's last one chooses, and the last of those groups."""
+    row = tl.program_id(1) if ROWS > 1 else 0
     column = tl.arange(0, WIDTH)
     real = column < D
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
     inside = (expert < E)[:, None] & real[None, :]
     held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
     scales = tl.load(norm + column, mask=real, other=0.0)
-    slot = tl.load(slots + tl.load(seq))
+    slot = tl.load(slots + tl.load(seq + row))
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    value = tl.load(h + column, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(h + row * D + column, mask=real, other=0.0).to(tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * D + column, mask=real, other=0.0).to(tl.float32)
+        total += tl.load(parts + (row * PARTS + part) * D + column, mask=real, other=0.0).to(
+            tl.float32
+        )
     dtype: tl.constexpr = h_out.dtype.element_ty
     value = cast(value + total, dtype).to(tl.float32)
     x = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * scales
     x = cast(x, dtype)
     if tl.program_id(0) == 0:
-        tl.store(h_out + column, cast(value, dtype), mask=real)
-        tl.store(x_out + column, x, mask=real)
+        tl.store(h_out + row * D + column, cast(value, dtype), mask=real)
+        tl.store(x_out + row * D + column, x, mask=real)
     found = tl.sum(held.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-    tl.store(logits + expert, found, mask=expert < E)
-    if _is_last(counter, tl.num_programs(0)):
-        chosen, place, live = _choose(logits, experts, weights, slot, 0, 0, E, EP, K, 1)
-        _group_one(chosen, place, live, order, tiles, num_tiles, K)
+    tl.store(logits + row * E + expert, found, mask=expert < E)
+    if _is_last(counter + row, tl.num_programs(0)):
+        chosen, place, live = _choose(logits, experts, weights, slot, row, 0, E, EP, K, 1)
+        if ROWS == 1:
+            _group_one(chosen, place, live, order, tiles, num_tiles, K)
+        elif _is_last(counter + ROWS, ROWS):
+            _group_written(experts, order, tiles, num_tiles, ROWS, MOST, ROWS, E, K, TILE)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -135,41 +156,45 @@ def _logits_kernel(
 def _choose_kernel(
     logits, counter, seq, slots, experts, weights, order, tiles, num_tiles, scratch, T, most,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
-    PAIRS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of one row; the last one groups the pairs."""
+    """Program of one row; the last one groups the pairs, by counting those of up to eight rows."""
     row = tl.program_id(0)
     slot = tl.load(slots + tl.load(seq + row))
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     _choose(logits, experts, weights, slot, row, T * E, E, EP, K, SPLITS)
     if _is_last(counter, tl.num_programs(0)):
-        _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
+        if ROWS <= 8:
+            _group_written(experts, order, tiles, num_tiles, T, most, ROWS, E, K, TILE)
+        else:
+            _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
 
 def norm_route_triton(
     h: Tensor, parts: Tensor, norm: Tensor, eps: float, gate: Tensor, rows: Rows, *, k: int
 ) -> tuple[Tensor, Tensor, Routing]:
-    """Run norm_route_torch: one kernel for a row, three up to DECODE_ROWS."""
+    """Run norm_route_torch: one kernel up to _ONE_KERNEL_ROWS, three up to DECODE_ROWS."""
     count, (num_experts, d), device = len(h), gate.shape, h.device
     if count > DECODE_ROWS:
         h, x = add_norm_triton(h, parts, norm, eps)
         return h, x, route_triton(x, gate, None, None, rows, k=k, scaling=1.0, scoring="softmax")
-    most, counter = most_tiles(count, k, num_experts), counters("route", 1, device)
+    most, tile = most_tiles(count, k, num_experts), tile_pairs(count)
+    counter = counters("norm_route", _ONE_KERNEL_ROWS + 1, device)
     weights = torch.empty((count, k), dtype=torch.float32, device=device)
     experts, order = (torch.empty(count * k, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     found = rows.seq, rows.slots, experts, weights, order, tiles, num_tiles
     routing = Routing(experts.view(count, k), weights, order, tiles, num_tiles)
-    shapes = {"E": num_experts, "EP": triton.next_power_of_2(num_experts), "K": k}
-    if count == 1:
+    shapes = {"E": num_experts, "EP": triton.next_power_of_2(num_experts), "K": k, "TILE": tile}
+    if count <= _ONE_KERNEL_ROWS:
         new, x = torch.empty_like(h), torch.empty_like(h)
-        logits = torch.empty(num_experts, dtype=torch.float32, device=device)
-        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS),)](
+        logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
+        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
             h, parts.contiguous(), norm, eps, gate, new, x, logits, counter, *found,
-            D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=_EXPERTS, num_warps=4,
-            **shapes, **overlapping(device),
+            D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=_EXPERTS, ROWS=count,
+            MOST=most, num_warps=4, **shapes, **overlapping(device),
         )  # fmt: skip
         return new, x, routing
     h, x = add_norm_triton(h, parts, norm, eps)
@@ -184,7 +209,7 @@ def norm_route_triton(
     scratch = torch.empty(padded, dtype=torch.int32, device=device)
     _choose_kernel[(count,)](
         logits, counter, *found, scratch, count, most, SPLITS=splits, PAIRS=padded,
-        TILE=tile_pairs(count), num_warps=4, **shapes,
+        ROWS=triton.next_power_of_2(count), num_warps=4, **shapes,
         **overlapping(device, count, OVERLAP_ROWS),
     )  # fmt: skip
     return h, x, routing

@@ -38,8 +38,24 @@ FEW_ROWS = 4
 #: of the second product, output values of each of them, and most registers of its threads.
 _FEW_HIDDEN, _FEW_HIDDEN_WARPS, _FEW_HIDDEN_REGISTERS = 4, 8, 64
 _OUT_WARPS, _OUT_EACH, _OUT_REGISTERS = 8, 2, 64
+#: Most registers of a thread of `linear_rows`.
+_LINEAR_REGISTERS: int | None = None
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
+
+
+@triton.jit
+def _again(held):
+    """Give bfloat16 weights [..] as they are, and what is made of them is made anew.
+
+    The compiler would keep them converted for the next row, in twice the registers.
+    """
+    if not _INTERPRETED and held.dtype == tl.bfloat16:
+        held = tl.inline_asm_elementwise(
+            asm="mov.b32 $0, $1;", constraints="=r,r", args=[held], dtype=tl.bfloat16,
+            is_pure=False, pack=2,
+        )  # fmt: skip
+    return held
 
 
 @triton.jit
@@ -57,22 +73,9 @@ def _linear_kernel(
     await_previous(OVERLAP)
     for row in tl.static_range(ROWS):
         value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-        total = tl.sum(held.to(tl.float32) * value[None, :], 1)
+        again = _again(held) if ROWS > 1 else held
+        total = tl.sum(again.to(tl.float32) * value[None, :], 1)
         tl.store(out + row * N + n, cast(total, out.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _again(held):
-    """Give bfloat16 weights [..] as they are, and what is made of them is made anew.
-
-    The compiler would keep them converted for the next row, in twice the registers.
-    """
-    if not _INTERPRETED and held.dtype == tl.bfloat16:
-        held = tl.inline_asm_elementwise(
-            asm="mov.b32 $0, $1;", constraints="=r,r", args=[held], dtype=tl.bfloat16,
-            is_pure=False, pack=2,
-        )  # fmt: skip
-    return held
 
 
 @triton.jit
@@ -298,7 +301,8 @@ def linear_rows(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) -
     out = torch.empty((len(x), height), dtype=out_dtype or x.dtype, device=x.device)
     _linear_kernel[(triton.cdiv(height, rows),)](
         x.contiguous(), w.data, out, height, K=width, WIDTH=columns, BN=rows, ROWS=len(x),
-        num_warps=_WARPS, **overlapping(x.device),
+        num_warps=_WARPS, maxnreg=_LINEAR_REGISTERS if len(x) > 1 else None,
+        **overlapping(x.device),
     )  # fmt: skip
     return out
 
