@@ -20,7 +20,16 @@ from pathlib import Path
 from engine.api import EngineError
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.expert_paging import Experts, LayerSlots, buffer_experts, experts_of, write_slots
+from engine.expert_paging import (
+    GB,
+    Experts,
+    LayerSlots,
+    Paging,
+    buffer_experts,
+    experts_of,
+    host_gb_problem,
+    write_slots,
+)
 from engine.memory import RESERVE, plan_memory
 from engine.options import EngineConfig
 from engine.plan.paging import LayerHits, SlotPlan, even, learn, solve
@@ -261,19 +270,54 @@ def report(
     yield f"captured  decode steps of {_captured(plan, experts)} requests"
     yield ""
     yield "context  requests  kv GB  slots GB  layers whole  hit rate  MB a step  ms a step"
-    for context, concurrency in FACTORS:
-        other = dataclasses.replace(
-            wish,
-            context=int(wish.context * context),
-            concurrency=max(1, int(wish.concurrency * concurrency)),
-        )
+    for other in _others(wish):
         yield _row(config, learnt, count, other)
     yield f"(ms a step: what is missed, at {BUS / 1e9:.0f} GB/s)"
     if out is not None:
+        host = f" --expert-host-gb {_host_gb(plan, experts, wish)}" if own.why else ""
         pins = plan.pins or ((),) * len(plan.slots)
         write_slots(out, [LayerSlots(k, some) for k, some in zip(plan.slots, pins, strict=True)])
-        host = f" --expert-host-gb {wish.host_bytes // 10**9}" if own.why else ""
-        yield f"wrote {out}: serve with --expert-slots-file {out}{host}"
+        block = EngineConfig().block_size
+        yield (
+            f"wrote {out}: serve with --expert-slots-file {out}{host}"
+            f" --max-model-len {wish.context} --max-num-seqs {wish.concurrency}"
+            f" --num-blocks {wish.concurrency * -(-wish.context // block)}"
+        )
+
+
+def _others(wish: Wish) -> list[Wish]:
+    """Wishes of the table, each once: less than one request, or than two tokens, there is not."""
+    found = (
+        dataclasses.replace(
+            wish,
+            context=max(2, int(wish.context * context)),
+            concurrency=max(1, int(wish.concurrency * concurrency)),
+        )
+        for context, concurrency in FACTORS
+    )
+    return list(dict.fromkeys(found))
+
+
+def _host_gb(plan: SlotPlan, experts: Experts, wish: Wish) -> int:
+    """Say what `expert_host_gb` is to be, where the rest of the experts is in files.
+
+    Raises:
+        EngineError: the engine counts in whole GB, and takes none of those that the host has.
+    """
+    whole = wish.host_bytes // GB
+    slots = {layer: k for layer, k in enumerate(plan.slots) if k < experts.count}
+    pins = {layer: some for layer, some in enumerate(plan.pins) if some and layer in slots}
+    options = EngineConfig(expert_host_gb=max(1, whole))
+    problem = host_gb_problem(Paging(slots, experts, whole * GB, pins), options, None)
+    if problem is None and whole:
+        return whole
+    accepted = (
+        "1 or above, since the engine takes whole GB" if problem is None else problem.accepted
+    )
+    raise EngineError(
+        f"--host-gb: experts that the host has no room for are read from files: expected {accepted};"
+        f" got {wish.host_bytes / GB:g}"
+    )
 
 
 def _layers(plan: SlotPlan) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
@@ -13,14 +14,16 @@ from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.architectures import read_config
 from engine.cli import main
+from engine.device.refusals import Gpu, check_fast
 from engine.expert_paging import experts_of
 from engine.memory import RESERVE, plan_memory
-from engine.options import EngineConfig
+from engine.options import EngineConfig, rule_of
 from engine.paging_plan import ITEMSIZE, ROUTED, Wish, answer, split
 from engine.plan.paging import learn
 from engine.plan.residency import Residency
+from engine.resolve import facts_of, resolve
 from engine.routing_trace import RoutingTrace, Step, read_trace, write_trace
-from tests.engine.paging.checkpoints import write_qwen
+from tests.engine.paging.checkpoints import CONFIG, write_qwen
 from tests.engine.paging.test_serving import greedy, load, runner_of
 
 
@@ -210,6 +213,63 @@ def test_a_host_that_is_too_small_leaves_the_rest_to_files(
     assert f"files     {14 * nbytes:>18,}" in told
     assert main([*asked[:-6], "--gpu-gb", "0.0001", "--host-gb", "1"]) == 2
     assert "expected room on the GPU for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("host_gb", [0.001, 0.9, 1.0, 1.9, 2.7, 3.5, 4.4, 9.0])
+@pytest.mark.parametrize("slots", [6.5, 9.5, 14.5])
+def test_every_command_that_is_printed_is_taken(
+    traced: bool,
+    host_gb: float,
+    slots: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the plan says to serve with is not refused; where no whole GB serves it says so instead."""
+    path, trace, out = tmp_path / "m", tmp_path / "trace", tmp_path / "slots"
+    path.mkdir()
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 8192, "head_dim": 64}
+    (path / "config.json").write_bytes(orjson.dumps(CONFIG | sizes))  # experts of 0.2 GB
+    write_trace(trace, skewed(3, 8, 2, 40))
+    config = read_config(path)
+    fixed = split(config, Wish(10**10, 0, 96, 3))
+    room = 10**10 - fixed.experts - fixed.reserve + slots * experts_of(config, ITEMSIZE).nbytes
+    gpu_bytes = int(room / (1 - RESERVE))
+    how = ["--trace", str(trace)] if traced else ["--paged"]
+    asked = ["plan", "--model", str(path), *how, "--out", str(out), "--host-gb", str(host_gb),
+             "--gpu-gb", str(gpu_bytes / 1e9), "--context", "96", "--concurrency", "3"]  # fmt: skip
+    code = main(asked)
+    told = capsys.readouterr()
+    if code:
+        assert "--host-gb: experts that the host has no room for" in told.err
+        assert host_gb < 3
+        assert not out.exists()
+        return
+    words = told.out.splitlines()[-1].partition("serve with ")[2].split()
+    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    given = {n: rule_of(n).parse(value) for n, value in zip(names, words[1::2], strict=True)}
+    options = EngineConfig(device="cuda", **given)
+    gpu = Gpu("GPU", (9, 0), gpu_bytes)
+    facts = facts_of(config, options, gpu=gpu.name, gpu_nbytes=gpu.nbytes, cores=2, weight_bytes=1)
+    found = resolve(options, facts).config
+    check_fast(config, found, gpu, has_triton=True, buckets=(1,))
+    assert (found.max_model_len, found.max_num_seqs, found.num_blocks) == (96, 3, 3)
+    assert ("expert_host_gb" in given) == ("files" in told.out)
+
+
+@pytest.mark.parametrize(
+    ("context", "concurrency", "lines"),
+    [(64, 4, 5), (64, 1, 4), (2, 1, 3)],
+)
+def test_no_line_of_the_table_stands_twice(
+    context: int, concurrency: int, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of one request is one request, and no context is of fewer than two tokens."""
+    flags = ["--paged", "--gpu-gb", "1", "--host-gb", "1"]
+    sizes = ["--context", str(context), "--concurrency", str(concurrency)]
+    assert main(["plan", "--model", str(TINY_CHECKPOINT), *flags, *sizes]) == 0
+    table = capsys.readouterr().out.partition("ms a step\n")[2].partition("(")[0].splitlines()
+    assert len(table) == len(set(table)) == lines
 
 
 def test_a_trace_of_another_model_is_refused(
