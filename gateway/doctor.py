@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from engine.api import EngineError, ModelInfo
 from engine.architectures import read_config
+from engine.device.refusals import Gpu, check_engine
 from engine.options import EngineConfig, usable_cores
 from engine.resolve import facts_of, resolve
 from gateway.backends.embedded import EmbeddedBackend
@@ -33,6 +35,8 @@ _PACKAGES = (
     "uvicorn",
 )
 _OPTIONAL = ("triton", "flashinfer-python")
+#: Numbers of the compute capability's two parts among the driver's attributes of a device.
+_CAPABILITY = (75, 76)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +75,16 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "not installed" + ("" if needed else " (optional)"), not needed)
 
 
-def _device(gpus: list[tuple[str, int]]) -> Finding:
+def _device(gpus: list[Gpu]) -> Finding:
     cores = len(os.sched_getaffinity(0))
     if not gpus:
         return Finding("device", f"CPU, {cores} cores usable; no NVIDIA driver answers")
-    names = ", ".join(name for name, _ in gpus)
+    names = ", ".join(gpu.name for gpu in gpus)
     return Finding("device", f"{names}; CPU, {cores} cores usable")
 
 
-def _gpus() -> list[tuple[str, int]]:
-    """Names and bytes of memory."""
+def _gpus() -> list[Gpu]:
+    """What the driver says of each."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -91,9 +95,14 @@ def _gpus() -> list[tuple[str, int]]:
     gpus = []
     for ordinal in range(count.value):
         buffer, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
-        named = driver.cuDeviceGetName(buffer, len(buffer), ordinal) == 0
-        if named and driver.cuDeviceTotalMem_v2(ctypes.byref(memory), ordinal) == 0:
-            gpus.append((buffer.value.decode(), memory.value))
+        capability = (ctypes.c_int(), ctypes.c_int())
+        failed = driver.cuDeviceGetName(buffer, len(buffer), ordinal)
+        failed = failed or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), ordinal)
+        for part, attribute in zip(capability, _CAPABILITY, strict=True):
+            failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, ordinal)
+        if not failed:
+            major, minor = capability
+            gpus.append(Gpu(buffer.value.decode(), (major.value, minor.value), memory.value))
     return gpus
 
 
@@ -136,17 +145,17 @@ def _checkpoint(model: Path) -> Iterator[Finding]:
 _FAMILY = {"v4": "DeepSeek-V4", "v4.1": "DeepSeek-V4.1", "plain": "completions only"}
 
 
-def _options(model: Path, options: EngineConfig, gpus: list[tuple[str, int]]) -> Iterator[Finding]:
-    """Every option of the engine, and which rule sets it."""
+def _options(model: Path, options: EngineConfig, gpus: list[Gpu]) -> Iterator[Finding]:
+    """Every option of the engine, which rule sets it, and what a start would refuse."""
+    gpu = gpus[0] if gpus else None
     try:
         config = read_config(model)
         weight_bytes = sum(shard.stat().st_size for shard in model.glob("*.safetensors"))
-        gpu, gpu_nbytes = gpus[0] if gpus else (None, None)
         facts = facts_of(
             config,
             options,
-            gpu=gpu,
-            gpu_nbytes=gpu_nbytes,
+            gpu=None if gpu is None else gpu.name,
+            gpu_nbytes=None if gpu is None else gpu.nbytes,
             cores=usable_cores(),
             weight_bytes=weight_bytes,
         )
@@ -154,8 +163,16 @@ def _options(model: Path, options: EngineConfig, gpus: list[tuple[str, int]]) ->
     except EngineError as error:
         yield Finding("engine options", str(error).removeprefix("engine options: "), ok=False)
         return
-    if resolved.config.device == "cuda" and gpu is None:
+    on_gpu = resolved.config.device == "cuda"
+    if on_gpu and gpu is None:
         yield Finding("device", "cuda asked for, but no NVIDIA driver answers", ok=False)
+    else:
+        has_triton = importlib.util.find_spec("triton") is not None
+        served = gpu if on_gpu else None
+        try:
+            check_engine(config, resolved.config, options, served, has_triton=has_triton)
+        except EngineError as error:
+            yield Finding("engine options", str(error), ok=False)
     for line in resolved.lines():
         yield Finding("engine option", line)
 

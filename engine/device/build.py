@@ -21,26 +21,20 @@ from engine.device.graphs import Captured
 from engine.device.kvpool import KVPool
 from engine.device.qwen_pool import QwenPool
 from engine.device.recorder import RoutingRecorder
-from engine.device.refusals import Gpu, Refusals, check_fast
+from engine.device.refusals import Gpu, check_engine
 from engine.device.runner import ModelRunner
-from engine.expert_paging import Paging, paging_of, problems
+from engine.expert_paging import Paging, paging_of
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
 from engine.model.speculate import Speculator, load_drafter
-from engine.options import (
-    DECODE_BUCKETS,
-    PROMPT_BUCKETS,
-    TAIL_BUCKETS,
-    EngineConfig,
-    usable_cores,
-)
+from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint
 from engine.plan.records import Forms
 from engine.plan.replay import Replay, tail_of, tail_problems
 from engine.qwen3_config import Qwen3Config
 from engine.resolve import Resolved, facts_of, resolve
-from engine.speculation import draft_tokens, drafting_of, speculation_problems
+from engine.speculation import draft_tokens, drafting_of
 
 logger = logging.getLogger(__name__)
 # What `settle` has kept is given back at exit: else libraries that count objects report leaks.
@@ -92,11 +86,12 @@ def build(path: Path, options: EngineConfig) -> Built:
         torch.set_num_threads(options.cpu_threads)
     device = torch.device(options.device)
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    has_triton = importlib.util.find_spec("triton") is not None
+    check_engine(config, options, given, _gpu(device), has_triton=has_triton)
     try:
         if options.runner == "fast" or not isinstance(config, ModelConfig):
             built = _fast(path, config, options, device, dtype)
         else:
-            _check_reference(config, options, given)
             built = _reference(path, config, options, device, dtype)
     except torch.OutOfMemoryError as error:
         raise EngineError(
@@ -223,6 +218,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _gpu(device: torch.device) -> Gpu | None:
+    """What refusals look at; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.name, (found.major, found.minor), found.total_memory)
+
+
 def _reference(
     path: Path,
     config: ModelConfig,
@@ -242,31 +245,6 @@ def _reference(
     return Built(config, runner, options, salt, replay, loaded - begin, ready - loaded)
 
 
-def _check_reference(config: ModelConfig, options: EngineConfig, given: EngineConfig) -> None:
-    """Refuse what the reference runner cannot do.
-
-    Args:
-        config: of the model.
-        options: with nothing left open.
-        given: as the user gave them: what he asks for must not be without effect.
-
-    Raises:
-        EngineError: naming every reason.
-    """
-    found = Refusals()
-    for p in (*problems(config, options, 4, None), *speculation_problems(config, options)):
-        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
-    if options.record_routing is not None:
-        found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
-    if options.tail_graphs:
-        found.check(False, "runner", seen="reference beside tail_graphs", accepted="fast")
-    if given.graphs:
-        found.check(False, "runner", seen="reference beside graphs on", accepted="fast")
-    if given.kernels == "triton":
-        found.check(False, "runner", seen="reference beside kernels triton", accepted="fast")
-    found.raise_all("the reference runner")
-
-
 def _fast(
     path: Path,
     config: AnyConfig,
@@ -274,17 +252,7 @@ def _fast(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Built:
-    gpu = None
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        gpu = Gpu(found.name, (found.major, found.minor), found.total_memory)
-    has_triton = importlib.util.find_spec("triton") is not None
-    check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
     if isinstance(config, Qwen3Config):
-        if options.runner != "fast":
-            raise EngineError(
-                "the engine cannot be built: runner: expected fast for this architecture, got reference"
-            )
         tail = None
         replay = Replay(None, options.prefill, ("every layer of this model processes every row",))
     else:

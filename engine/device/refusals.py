@@ -13,7 +13,7 @@ from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of, problems
 from engine.memory import container_memory, plan_memory
-from engine.options import EngineConfig
+from engine.options import DECODE_BUCKETS, EngineConfig
 from engine.plan.replay import tail_problems
 from engine.speculation import drafting_of, low_taps, speculation_problems
 
@@ -62,6 +62,57 @@ class Refusals:
             raise EngineError(f"{what} cannot be built: " + "; ".join(self.reasons))
 
 
+def check_engine(
+    config: AnyConfig,
+    options: EngineConfig,
+    given: EngineConfig,
+    gpu: Gpu | None,
+    *,
+    has_triton: bool,
+) -> None:
+    """Refuse what cannot be served: at start, before weights are loaded, and by `bathyal doctor`.
+
+    Args:
+        config: of the model.
+        options: with nothing left open.
+        given: as the user gave them: what he asks for must not be without effect.
+        gpu: that will run it; None on the CPU.
+        has_triton: whether Triton is installed.
+
+    Raises:
+        EngineError: naming every reason.
+    """
+    if options.runner == "fast" or not isinstance(config, ModelConfig):
+        check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
+    else:
+        check_reference(config, options, given)
+
+
+def check_reference(config: ModelConfig, options: EngineConfig, given: EngineConfig) -> None:
+    """Refuse what the reference runner cannot do.
+
+    Args:
+        config: of the model.
+        options: with nothing left open.
+        given: as in check_engine.
+
+    Raises:
+        EngineError: naming every reason.
+    """
+    found = Refusals()
+    for p in (*problems(config, options, 4, None), *speculation_problems(config, options)):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    if options.record_routing is not None:
+        found.check(False, "runner", seen="reference beside record_routing", accepted="fast")
+    if options.tail_graphs:
+        found.check(False, "runner", seen="reference beside tail_graphs", accepted="fast")
+    if given.graphs:
+        found.check(False, "runner", seen="reference beside graphs on", accepted="fast")
+    if given.kernels == "triton":
+        found.check(False, "runner", seen="reference beside kernels triton", accepted="fast")
+    found.raise_all("the reference runner")
+
+
 def check_fast(
     config: AnyConfig,
     options: EngineConfig,
@@ -83,6 +134,8 @@ def check_fast(
         EngineError: naming every reason.
     """
     found = Refusals()
+    fast = options.runner == "fast"
+    found.check(fast, "runner", seen=options.runner, accepted="fast for this architecture")
     fused = options.kernels == "triton"
     if fused:
         found.check(has_triton, "kernels triton", seen="none", accepted="Triton installed")

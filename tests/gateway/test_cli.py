@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import orjson
 import pytest
 
 from engine import TINY_CHECKPOINT
+from engine.api import EngineError
+from engine.device.build import build
 from engine.options import EngineConfig
 from gateway import __version__
 from gateway.cli import main
+from gateway.settings import Settings
 from tests.gateway.support import chat_body
 
 WEATHER = {
@@ -179,6 +183,39 @@ class TestDoctor:
             patch.setenv("BATHYAL_NUM_BLOCKS", "1")
             assert main(["doctor", "--model", str(checkpoint)]) == 1
         assert "PROBLEM engine options     num_blocks: " in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("given", "reasons"),
+        [
+            ({"EXPERT_SLOTS": "99"}, ["expert_slots: expected "]),
+            ({"GRAPHS": "on"}, ["runner: expected fast, got reference beside graphs on"]),
+            (
+                {"RUNNER": "fast", "GRAPHS": "on", "KERNELS": "triton", "EXPERT_SLOTS": "1"},
+                ["graphs on: expected an NVIDIA GPU", "kernels triton: expected", "expert_slots: "],
+            ),
+        ],
+    )
+    def test_what_a_start_would_refuse_is_a_problem(
+        self,
+        given: dict[str, str],
+        reasons: list[str],
+        checkpoint: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The same words as those of the start, which needs no weights for them."""
+        (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+        monkeypatch.setenv("BATHYAL_DEVICE", "cpu")
+        for name, value in given.items():
+            monkeypatch.setenv(f"BATHYAL_{name}", value)
+        assert main(["doctor", "--model", str(checkpoint)]) == 1
+        told = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
+        assert len(told) == 1
+        with pytest.raises(EngineError) as error:
+            build(checkpoint, Settings.load(os.environ, {}).engine)
+        assert str(error.value) in told[0]
+        for reason in reasons:
+            assert reason in told[0]
 
     def test_a_missing_special_token_is_a_problem(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
