@@ -65,7 +65,10 @@ def _at_once(
     limit: float,
     act_group: int | None,
 ) -> Tensor:
-    """Compute a pass that is one wave; a single row's parts come added up."""
+    """Compute a pass that is one wave.
+
+    A single row's parts come added up; those of few rows without one for the shared expert.
+    """
     if _is_row(ops, x, w13, w2, shared[0], act_group):
         return experts_row(x, routing, w13, w2, limit=limit)
     if _is_row(ops, x, w13, w2, shared[0], act_group, FEW_ROWS):
