@@ -13,13 +13,16 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.device.kvpool import KVPool
+from engine.device.qwen_pool import QwenPool
+from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel
 from engine.model.packed import PackedWeights
+from engine.model.qwen3 import Qwen3Model
 
 READ_BANDWIDTH = 4.43e12  # bytes per second, measured on an H200
 
 
-def experts_touched(model: FastModel, run: Callable[[], object]) -> list[int]:
+def experts_touched(model: FastModel | Qwen3Model, run: Callable[[], object]) -> list[int]:
     """Distinct experts that each call of a router chooses while something is run once.
 
     Args:
@@ -34,33 +37,66 @@ def experts_touched(model: FastModel, run: Callable[[], object]) -> list[int]:
         touched.append(routing.experts.flatten())
         return routing
 
-    model.ops = dataclasses.replace(plain, route=spy)
+    def norm_spy(*args: Any, **kwargs: Any) -> Any:
+        found = plain.norm_route(*args, **kwargs)
+        touched.append(found[-1].experts.flatten())
+        return found
+
+    # DeepSeek's layers call the one, Qwen's the other.
+    model.ops = dataclasses.replace(plain, route=spy, norm_route=norm_spy)
     run()
     model.ops = plain
     return [int((t[t >= 0]).unique().numel()) for t in touched]
 
 
 def bound_ms(
-    config: ModelConfig,
-    weights: PackedWeights,
-    pool: KVPool,
+    model: FastModel | Qwen3Model,
+    pool: KVPool | QwenPool,
     batch: int,
     context: int,
-    touched: Sequence[int],
+    touched: Sequence[float],
 ) -> float:
     """Milliseconds to read what a step must read, at 4.43 TB/s.
 
     Args:
-        config: of the model.
-        weights: its weights.
+        model: whose weights are read.
         pool: whose rows are read, as wide as they lie there.
         batch: sequences.
         context: tokens of each.
         touched: experts that each layer reads.
     """
-    c = config
+    if isinstance(model, Qwen3Model):
+        assert isinstance(pool, QwenPool)
+        fixed, kv = _qwen_reads(model, pool, context)
+    else:
+        assert isinstance(pool, KVPool)
+        fixed, kv = _reads(model, pool, context)
+    nbytes = fixed + sum(touched) * expert_nbytes(model) + batch * kv
+    return nbytes / READ_BANDWIDTH * 1e3
+
+
+def expert_nbytes(model: FastModel | Qwen3Model) -> float:
+    """Bytes of one routed expert; all layers' are alike."""
+    experts, gate = model.experts[0], model.gates[0]
+    if isinstance(experts, PagedExperts):
+        return experts.layout.nbytes
+    return experts.nbytes / len(gate)
+
+
+def _qwen_reads(model: Qwen3Model, pool: QwenPool, context: int) -> tuple[int, int]:
+    """Bytes of weights that every step reads, and of a sequence's keys and values."""
+    fixed = model.norm.nbytes + model.head.nbytes
+    for layer in model.layers:
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+        fixed += sum(part.nbytes for part in (*norms, layer.qkv, layer.out, layer.gate))
+    heads = sum(keys.shape[-2] for keys in (*pool.keys, *pool.values))
+    return fixed, context * heads * _row_bytes(pool.keys[0])
+
+
+def _reads(model: FastModel, pool: KVPool, context: int) -> tuple[int, int]:
+    """The same of DeepSeek's models: what layers see of a sequence, by their kind."""
+    c, weights = model.config, model.weights
     routed = sum(layer.moe.experts.nbytes for layer in weights.layers)
-    per_expert = routed / (c.num_hidden_layers * c.n_routed_experts)
     tables = sum(
         layer.engram.table.weight.nbytes
         + (0 if layer.engram.table.scale is None else layer.engram.table.scale.nbytes)
@@ -83,8 +119,7 @@ def bound_ms(
                 if layer.reads_candidates:
                     visible = min(visible, c.candidate_topk_blocks * c.candidate_block_size)
                 kv += visible * _row_bytes(pool.index_keys[layer.kv_source])
-    nbytes = fixed + sum(touched) * per_expert + batch * kv
-    return nbytes / READ_BANDWIDTH * 1e3
+    return fixed, kv
 
 
 def _row_bytes(tensor: Tensor) -> int:

@@ -285,7 +285,7 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 step = functools.partial(bench.model.decode, rows, bench.pool)
                 touched = experts_touched(bench.model, step)
                 times, kernels = bench.time_steps(rows, args.repeats, args.steps)
-                bound = bound_ms(bench.config, bench.model.weights, bench.pool, batch, n, touched)
+                bound = bound_ms(bench.model, bench.pool, batch, n, touched)
                 found = spread(times, 4)
                 row = {
                     "bench": "step",

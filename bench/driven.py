@@ -11,30 +11,62 @@ from typing import Any
 import torch
 
 from bench.bound import bound_ms, experts_touched
-from bench.geometries import geometry
+from bench.geometries import QWEN, QWEN3_30B, geometry
 from engine import TINY_CHECKPOINT
 from engine.api import GenerateRequest, PrefillMode, SamplingParams, TokenDelta
+from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.device.build import settle
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
+from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
 from engine.kernels.moe import moe_triton
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
-from engine.model.fast import random_fast_model
+from engine.model.fast import FastModel, random_fast_model
+from engine.model.qwen3 import Qwen3Model, random_qwen3
 from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
 from engine.plan.replay import Replay, tail_of
 from engine.plan.step import Chunk
+from engine.qwen3_config import Qwen3Config
 
 BLOCK = 256
 KERNELS: dict[str, Implementation] = {"eager": "torch", "graph": "torch", "fused": "triton"}
 
 
-def config_of(name: str) -> ModelConfig:
-    """Configuration of a shape, or of the checkpoint that ships."""
+def config_of(name: str) -> AnyConfig:
+    """Configuration of a shape, or of the checkpoint that ships.
+
+    Raises:
+        KeyError: no shape has this name.
+    """
+    if name == QWEN:
+        return Qwen3Config.from_dict(QWEN3_30B)
     return ModelConfig.from_file(TINY_CHECKPOINT) if name == "tiny" else geometry(name)
+
+
+def _pool(
+    model: FastModel | Qwen3Model, options: EngineConfig, device: torch.device
+) -> KVPool | QwenPool:
+    """Memory of a model's requests."""
+    assert options.max_model_len is not None
+    blocks = options.resolve_num_blocks(options.max_model_len) + 1
+    if isinstance(model, Qwen3Model):
+        return QwenPool(
+            model.config, num_blocks=blocks, block_size=BLOCK, device=device, dtype=model.dtype
+        )
+    return KVPool(
+        model.config,
+        num_blocks=blocks,
+        block_size=BLOCK,
+        num_slots=options.resolve_num_slots(),
+        device=device,
+        dtype=model.dtype,
+        forms=model.forms,
+        ring_history=True,
+    )
 
 
 class Driven:
@@ -54,7 +86,7 @@ class Driven:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AnyConfig,
         mode: str,
         *,
         device: str,
@@ -76,9 +108,9 @@ class Driven:
             num_blocks=-(-max(tokens, context) // BLOCK),
             max_snapshots=32,
         )
-        model = random_fast_model(
-            config, kernels=KERNELS[mode], device=device, max_model_len=context
-        )
+        is_qwen = isinstance(config, Qwen3Config)
+        draw: Callable[..., FastModel | Qwen3Model] = random_qwen3 if is_qwen else random_fast_model
+        model = draw(config, kernels=KERNELS[mode], device=device, max_model_len=context)
         if device == "cuda":
             model.ops = dataclasses.replace(model.ops, moe=moe_triton)
         self.sync = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -86,17 +118,10 @@ class Driven:
         drawn = time.perf_counter()
         self._model, self._device = model, device
         where = torch.device(device)
-        self._pool = pool = KVPool(
-            config,
-            num_blocks=options.resolve_num_blocks(context) + 1,
-            block_size=BLOCK,
-            num_slots=options.resolve_num_slots(),
-            device=where,
-            dtype=model.dtype,
-            forms=model.forms,
-            ring_history=True,
-        )
-        self.tail = tail_of(config)
+        self._pool = pool = _pool(model, options, where)
+        self.tail = None if isinstance(config, Qwen3Config) else tail_of(config)
+        # Qwen's passes over prompts are launched kernel by kernel, as engine.device.build has them.
+        captures_prompts = mode == "fused" and not is_qwen
         self.runner = FastRunner(
             model,
             pool,
@@ -107,7 +132,7 @@ class Driven:
             buckets=buckets,
             tail=self.tail,
             tail_buckets=tail_buckets,
-            prompt_buckets=PROMPT_BUCKETS if mode == "fused" else (),
+            prompt_buckets=PROMPT_BUCKETS if captures_prompts else (),
         )
         captured = time.perf_counter()
         if mode == "fused" or tail_buckets:
@@ -128,7 +153,10 @@ class Driven:
                 c.bucket: round(c.pool_bytes / 1e6, 1) for c in prompts.captured
             }
             self.start["prompt_capture_s"] = round(sum(c.seconds for c in prompts.captured), 2)
-        self._planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
+        self._planned: int | None = None  # engine.memory plans DeepSeek's models
+        if isinstance(config, ModelConfig):
+            plan = plan_memory(config, options, itemsize=2, budget=None, packed=True)
+            self._planned = plan.nbytes
         self.start |= self.memory()
         self._time_waits()
         self._options, self.context = options, context
@@ -140,18 +168,22 @@ class Driven:
         self._made = 0
 
     def memory(self) -> dict[str, float]:
-        """Gigabytes that are held, and were at most since this was last asked, beside the plan's."""
-        found = {"planned_gb": round(self._planned / 1e9, 3)}
+        """Gigabytes that are held, and were at most since this was last asked, beside the plan's.
+
+        Of a CPU only the plan's, of Qwen's models no plan's.
+        """
+        found: dict[str, float] = {}
+        planned, held, peak = self._planned, 0, 0
         if self._device == "cuda":
             held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-            found |= {
-                "held_gb": round(held / 1e9, 3),
-                "peak_gb": round(peak / 1e9, 3),
-                "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 3),
-                "held_over_planned": round(held / self._planned, 4),
-                "peak_over_planned": round(peak / self._planned, 4),
-            }
+            found["held_gb"], found["peak_gb"] = round(held / 1e9, 3), round(peak / 1e9, 3)
+            found["reserved_gb"] = round(torch.cuda.memory_reserved() / 1e9, 3)
             torch.cuda.reset_peak_memory_stats()
+        if planned is not None:
+            found["planned_gb"] = round(planned / 1e9, 3)
+            if held:
+                found["held_over_planned"] = round(held / planned, 4)
+                found["peak_over_planned"] = round(peak / planned, 4)
         return found
 
     def _time_waits(self) -> None:
@@ -186,10 +218,8 @@ class Driven:
         ]
         with torch.inference_mode():
             rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)
-            touched = experts_touched(self._model, lambda: self._model.decode(rows, self._pool))
-        return touched, bound_ms(
-            self._model.config, self._model.weights, self._pool, batch, context, touched
-        )
+            touched = experts_touched(self._model, lambda: self._model.decode(rows, self._pool))  # type: ignore[arg-type]
+        return touched, bound_ms(self._model, self._pool, batch, context, touched)
 
     def begin_anew(
         self, *, prefix_cache: bool = True, mixed: int | None = None, chunk: int | None = None

@@ -125,6 +125,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
+#: The other architecture's shape, which published figures of paged experts are of.
+QWEN = "qwen3-30b-a3b"
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from bench.geometries import geometry
+from bench.geometries import QWEN, geometry
 from bench.paged_baselines import baselines
-from bench.paged_model import QWEN, PagedBench, Timed, mark, peaks
+from bench.paged_model import PagedBench, Timed, mark, peaks
 from bench.rows import make_rows, percentile, spread, write_rows
 from engine.model.expert_stream import ExpertStream
 

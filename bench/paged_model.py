@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.device_step import BLOCK
-from bench.geometries import QWEN3_30B, geometry
+from bench.geometries import QWEN, QWEN3_30B, geometry
 from engine.device.kvpool import KVPool
 from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
@@ -40,7 +40,6 @@ from engine.qwen3_config import Qwen3Config
 #: Experts of each step, layer, row and place, int32.
 Choices = np.ndarray[Any, np.dtype[np.int32]]
 CONTEXT = 4096
-QWEN = "qwen3-30b-a3b"
 
 
 def reuse_trace(

@@ -245,8 +245,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         of_layers = touched[depth : depth + layers]
         of_drafts = touched[:depth] + touched[depth + layers :]
         one = [min(batch * config.num_experts_per_tok, count) for count in of_layers]
-        alone = bound_ms(config, model.weights, pool, batch, PROMPT + NEW // 2, one)
-        both = bound_ms(config, model.weights, pool, batch, PROMPT + NEW // 2, of_layers)
+        alone = bound_ms(model, pool, batch, PROMPT + NEW // 2, one)
+        both = bound_ms(model, pool, batch, PROMPT + NEW // 2, of_layers)
         both += draft_ms(model, stages, of_drafts)
         length = 1 + (after.accepted - before.accepted) / max(1, taken)
         yield {
