@@ -10,8 +10,9 @@ through the shared expert's W13, the routed experts', and both W2. Multiprocesso
 near to memory: with equal shares of all units, fixed beforehand, the slowest decided, and a step
 of 64 rows took 11 % longer on an H200. A share of W2 waits until hidden values of its rows are
 rounded and there. All shares that it waits for have been taken before, or are the first of programs
-that begin at once: there are no more programs than a GPU has room for, and two such launches must
-not run side by side on one, where each could wait for programs that the other leaves no room.
+that begin at once: there are no more programs than a GPU has room for (engine.kernels.at_once), and
+two such launches must not run side by side on one, where each could wait for programs that the
+other leaves no room.
 
 What bounds it beside the memory are the caches: rows of x come from there as often as a tile is
 multiplied. Hence several tiles at a time, programs of two warps, whose tiles meet the same rows,
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.at_once import PROGRAMS, REGISTERS, WARP, WARPS, launch_at_once
 from engine.kernels.counters import counters
 from engine.kernels.formats import Matrix
 from engine.kernels.fp4 import has_stripes
@@ -79,7 +81,10 @@ class Layout:
         shared_chunks: `chunks` for them.
         warps: of a program; they share rows of x in the level-1 cache.
         resident: warps per multiprocessor.
-        registers: of a thread, at most; resident * registers fit 65536 / 32.
+        registers: of a thread, at most.
+
+    Raises:
+        ValueError: a multiprocessor has no room for that many warps at once.
     """
 
     tiles: int
@@ -89,6 +94,18 @@ class Layout:
     warps: int = 2
     resident: int = 16
     registers: int = 128
+
+    def __post_init__(self) -> None:
+        bounds = (
+            ("resident", self.resident, "warps", WARPS),
+            ("resident * registers * 32", self.resident * self.registers * WARP, "registers", REGISTERS),
+            ("resident // warps", self.resident // self.warps, "programs", PROGRAMS),
+        )  # fmt: skip
+        for name, seen, what, most in bounds:
+            if not 1 <= seen <= most:
+                raise ValueError(
+                    f"{name}: expected 1 to {most} {what} of a multiprocessor, got {seen}"
+                )
 
     @property
     def programs(self) -> int:
@@ -142,7 +159,8 @@ def stream_experts(
     `layout` is for measurements.
 
     Raises:
-        RuntimeError: the first call of a shape on a device is under capture.
+        RuntimeError: the first call of a shape on a device is under capture, or the layout's
+            programs do not fit on the device at once.
     """
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]
@@ -163,7 +181,10 @@ def stream_experts(
     assert w13.scale is not None
     assert w2.scale is not None
     data, data2 = w13.data.view(torch.int32), w2.data.view(torch.int32)
-    experts_kernel[(layout.programs,)](
+    launch_at_once(
+        experts_kernel,
+        layout.programs,
+        x.device,
         data,
         w13.scale,
         data.stride(0),
