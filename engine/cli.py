@@ -226,13 +226,12 @@ def _plan(args: argparse.Namespace) -> int:
     if args.out is not None:
         raise ValueError("--out: expected --paged or --trace beside it, got none")
     config = read_config(args.model)
-    if not isinstance(config, ModelConfig):
-        raise ValueError(
-            "--paged: expected for this architecture, whose plan is of slots; got none"
-        )
     if args.tail_graphs and args.gpu_gb is None:
         raise ValueError("--tail-graphs: expected --gpu-gb beside it, got none")
-    if args.tail_graphs and (why := list(tail_problems(config))):
+    why = ["every layer of this model processes every row"]
+    if isinstance(config, ModelConfig):
+        why = list(tail_problems(config))
+    if args.tail_graphs and why:
         raise ValueError(
             f"--tail-graphs: expected a model whose late layers can leave rows out, got {why[0]}"
         )

@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import qwen3_memory
+from engine.architectures import AnyConfig
 from engine.config import ModelConfig
+from engine.memory_items import Item, step_buffers
 from engine.model.names import (
     DSPARK_UNUSED,
     FP4_GROUP,
@@ -29,6 +32,7 @@ from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, buckets_u
 from engine.plan.layout import ALIGNMENT, Drafting, Group, PoolTensor, pool_tensors
 from engine.plan.records import Forms, forms_of
 from engine.plan.replay import tail_of
+from engine.qwen3_config import Qwen3Config
 from engine.speculation import draft_tokens, drafting_of, speculative_buckets
 
 #: Share of a budget that is left to the allocator and kernels. A rule of thumb.
@@ -57,24 +61,6 @@ _GROUPS: dict[Group, str] = {
 }
 #: Who drafts -> why its weights are not read otherwise.
 _DRAFTS: dict[Drafting, str] = {"dspark": DSPARK_UNUSED, "mtp": MTP_UNUSED}
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One owner of memory.
-
-    Args:
-        owner: "weights", "slots", "blocks", "steps" or "prompts"; "host" for what stays out of the
-            device's budget.
-        what: which part.
-        nbytes: its size.
-        why: where the size comes from.
-    """
-
-    owner: str
-    what: str
-    nbytes: int
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +134,7 @@ def container_memory(files: Iterable[Path] = LIMIT_FILES) -> int | None:
 
 
 def plan_memory(
-    config: ModelConfig,
+    config: AnyConfig,
     options: EngineConfig,
     *,
     itemsize: int,
@@ -162,13 +148,20 @@ def plan_memory(
         options: how it will be run; max_model_len None plans for the model's own context.
         itemsize: bytes of an element of the engine's dtype, 2 for bfloat16, 4 for float32.
         budget: bytes of the device.
-        packed: whether the fast runner will serve it.
+        packed: whether the fast runner will serve it; Qwen's models no other does.
 
     Raises:
         EngineError: the options do not fit the model.
     """
     context = options.resolve_max_model_len(config.max_position_embeddings)
     num_blocks = options.resolve_num_blocks(context)
+    wanted = options.max_num_seqs * -(-context // options.block_size)
+    if isinstance(config, Qwen3Config):
+        found = qwen3_memory.items(
+            config, options, context=context, num_blocks=num_blocks, itemsize=itemsize
+        )
+        each = qwen3_memory.block_nbytes(config, options.block_size, itemsize)
+        return MemoryPlan(tuple(found), budget, each, num_blocks, wanted, options.block_size)
     forms = forms_of(is_v41=config.is_v41, is_quantised=packed and config.is_quantised)
     drafting = drafting_of(options)
     parts = list(
@@ -189,13 +182,13 @@ def plan_memory(
         budget=budget,
         block_nbytes=sum(p.nbytes(itemsize) for p in parts if p.per_block),
         num_blocks=num_blocks,
-        blocks_wanted=options.max_num_seqs * -(-context // options.block_size),
+        blocks_wanted=wanted,
         block_size=options.block_size,
     )
 
 
 def blocks_for_gpu(
-    config: ModelConfig, options: EngineConfig, nbytes: int, *, itemsize: int
+    config: AnyConfig, options: EngineConfig, nbytes: int, *, itemsize: int
 ) -> tuple[int, str]:
     """Say how many blocks the fast runner makes on a GPU where the user has left it open.
 
@@ -281,25 +274,10 @@ def _packed_size(config: ModelConfig, name: str, spec: TensorSpec, itemsize: int
 
 def _steps(config: ModelConfig, options: EngineConfig, context: int) -> Iterator[Item]:
     """What captured decode steps read and write beside the pools (engine.device.buffers)."""
-    buckets = buckets_up_to(options.max_num_seqs)
-    rows = buckets[-1]
-    blocks, words = -(-context // options.block_size), -(-config.vocab_size // 32)
-    small = 8 + 4 + 4 + 4 + 8 + 8 + 8 + 4 + 2 * 8 + 4 + 4
-    yield Item(
-        "steps",
-        "input and results",
-        rows * (4 * blocks + 4 * words + small) + 8,
-        f"{rows} rows: block table, token mask, sampling",
-    )
-    yield Item(
-        "steps",
-        "logits",
-        sum(buckets) * config.vocab_size * 4,
-        f"float32 of {', '.join(map(str, buckets))} rows",
-    )
+    yield from step_buffers(config.vocab_size, options, context)
     drafts = draft_tokens(config, drafting_of(options))
     if drafts:
-        fitting = speculative_buckets(buckets, drafts)
+        fitting = speculative_buckets(buckets_up_to(options.max_num_seqs), drafts)
         yield Item(
             "steps",
             "logits of drafts and verifications",

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.api import EngineError
 from engine.architectures import AnyConfig
-from engine.config import ModelConfig
 from engine.expert_paging import (
     GB,
     Experts,
@@ -30,10 +28,10 @@ from engine.expert_paging import (
     host_gb_problem,
     write_slots,
 )
-from engine.memory import RESERVE, plan_memory
+from engine.memory import plan_memory
+from engine.memory_items import ROUTED
 from engine.options import EngineConfig
 from engine.plan.paging import LayerHits, SlotPlan, even, learn, solve
-from engine.qwen3_config import Qwen3Config
 from engine.routing_trace import RoutingTrace
 
 #: Bytes per second at which kernels read pinned memory over PCIe 5 x16, measured on an H200.
@@ -68,7 +66,7 @@ class Split:
     Args:
         weights: all but routed experts.
         kv: of the requests.
-        steps: buffers of decode steps, and what a pass over prompts takes where that is planned.
+        steps: buffers of decode steps, and what a pass over prompts takes.
         stream: buffers that experts of long prompts pass through.
         reserve: for activations, the allocator and kernels.
         experts: what is left; below 0 where nothing is.
@@ -88,54 +86,23 @@ def split(config: AnyConfig, wish: Wish) -> Split:
     Raises:
         EngineError: the context exceeds the model's.
     """
-    reserve = math.ceil(wish.gpu_bytes * RESERVE)
-    if isinstance(config, Qwen3Config):
-        weights, kv, steps = _qwen(config, wish)
-    else:
-        weights, kv, steps = _deepseek(config, wish)
-    experts = experts_of(config, ITEMSIZE)
-    stream = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
-    left = wish.gpu_bytes - weights - kv - steps - stream - reserve
-    return Split(weights, kv, steps, stream, reserve, left)
-
-
-def _deepseek(config: ModelConfig, wish: Wish) -> tuple[int, int, int]:
-    block = EngineConfig().block_size
     options = EngineConfig(
         max_model_len=wish.context,
         max_num_seqs=wish.concurrency,
         max_batched_tokens=max(8192, wish.concurrency + 1),
-        num_blocks=wish.concurrency * -(-wish.context // block),
+        num_blocks=wish.concurrency * -(-wish.context // EngineConfig().block_size),
     )
     plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=wish.gpu_bytes, packed=True)
     sums = {
         owner: sum(item.nbytes for item in plan.items if item.owner == owner)
         for owner in ("weights", "slots", "blocks", "steps", "prompts")
     }
-    routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
-    passes = sums["steps"] + sums["prompts"]
-    return sums["weights"] - routed, sums["slots"] + sums["blocks"], passes
-
-
-def _qwen(c: Qwen3Config, wish: Wish) -> tuple[int, int, int]:
-    if wish.context > c.max_position_embeddings:
-        raise EngineError(
-            f"--context: the model's context is {c.max_position_embeddings} tokens, got {wish.context}"
-        )
-    heads = c.num_attention_heads + 2 * c.num_key_value_heads
-    attention = (heads + c.num_attention_heads) * c.head_dim * c.hidden_size
-    layer = attention + c.num_experts * c.hidden_size + 2 * c.hidden_size + 2 * c.head_dim
-    ends = 2 * c.vocab_size * c.hidden_size + c.hidden_size
-    weights = (c.num_hidden_layers * layer + ends) * ITEMSIZE
-    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * ITEMSIZE
-    block = EngineConfig().block_size
-    blocks = wish.concurrency * -(-wish.context // block) + 1
-    steps = 4 * (wish.concurrency * c.vocab_size + wish.context * c.head_dim)
-    return weights, blocks * block * row, steps
-
-
-#: Name of routed experts in the memory plan's items.
-ROUTED = "routed experts"
+    weights = sums["weights"] - sum(item.nbytes for item in plan.items if item.what == ROUTED)
+    kv, steps = sums["slots"] + sums["blocks"], sums["steps"] + sums["prompts"]
+    experts = experts_of(config, ITEMSIZE)
+    stream = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
+    left = wish.gpu_bytes - weights - kv - steps - stream - plan.reserve
+    return Split(weights, kv, steps, stream, plan.reserve, left)
 
 
 @dataclass(frozen=True, slots=True)

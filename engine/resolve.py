@@ -42,8 +42,8 @@ class Facts:
         drafter: draft stages that the model has.
         undrafted: why they are not run; None where they can be.
         gpu_nbytes: memory of that GPU; None where nobody knows.
-        config: of a model whose memory can be planned; None for others, and where experts are paged,
-            which get what is left.
+        config: of the model, to plan its memory by; None where experts are paged, which get what is
+            left.
     """
 
     gpu: str | None
@@ -57,7 +57,7 @@ class Facts:
     drafter: Drafting = "off"
     undrafted: str | None = None
     gpu_nbytes: int | None = None
-    config: ModelConfig | None = None
+    config: AnyConfig | None = None
 
 
 def facts_of(
@@ -114,7 +114,7 @@ def facts_of(
         drafter=drafter_in(config),
         undrafted=undrafted,
         gpu_nbytes=gpu_nbytes,
-        config=config if isinstance(config, ModelConfig) and not found.slots else None,
+        config=None if found.slots else config,
     )
 
 

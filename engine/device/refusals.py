@@ -155,7 +155,7 @@ def check_fast(
         found.check(
             enough, "compute capability", seen=seen, accepted=f"{least} or above for FP8 kernels"
         )
-    if gpu is not None and isinstance(config, ModelConfig):
+    if gpu is not None:
         _check_memory(found, config, options, gpu)
     compress = config.compress_ratios if isinstance(config, ModelConfig) else ()
     ratios = sorted({ratio for ratio in compress if ratio})
@@ -175,7 +175,7 @@ def check_fast(
     found.raise_all("the fast runner")
 
 
-def _check_memory(found: Refusals, config: ModelConfig, options: EngineConfig, gpu: Gpu) -> None:
+def _check_memory(found: Refusals, config: AnyConfig, options: EngineConfig, gpu: Gpu) -> None:
     """Note that what the engine holds all the time exceeds the GPU.
 
     That is a lower bound, weights and pools, so nothing is refused that would have fitted; what steps
@@ -186,13 +186,16 @@ def _check_memory(found: Refusals, config: ModelConfig, options: EngineConfig, g
     paging = paging_of(config, options, options.itemsize)
     away = sum(max(0, paging.experts.count - k) for k in paging.slots.values())
     held -= away * paging.experts.nbytes
+    pools, less = f"{options.num_blocks} blocks", "num_blocks"
+    if isinstance(config, ModelConfig):  # others keep nothing in slots
+        pools += f", {options.resolve_num_slots()} slots of requests and snapshots"
+        less += ", max_num_seqs, max_snapshots"
     found.check(
         held <= gpu.nbytes,
         "GPU memory",
-        seen=f"{held:,} bytes of weights and pools ({options.num_blocks} blocks,"
-        f" {options.resolve_num_slots()} slots of requests and snapshots)",
-        accepted=f"at most {gpu.nbytes:,} bytes, what {gpu.name} has; less num_blocks, max_num_seqs,"
-        " max_snapshots or expert_slots need less",
+        seen=f"{held:,} bytes of weights and pools ({pools})",
+        accepted=f"at most {gpu.nbytes:,} bytes, what {gpu.name} has; less {less} or expert_slots"
+        " need less",
     )
 
 
