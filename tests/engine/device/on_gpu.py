@@ -16,10 +16,10 @@ from tests.engine.model import build
 SIZES = {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32, "sliding_window": 16}
 
 
-def write_checkpoint(version: str, factory: pytest.TempPathFactory) -> Path:
+def write_checkpoint(version: str, factory: pytest.TempPathFactory, seed: int = 11) -> Path:
     """A checkpoint of "v4" or "v41"."""
     config: dict[str, Any] = getattr(build, version)(**SIZES)
-    return build.write(factory.mktemp("gpu") / "model", config, seed=11)
+    return build.write(factory.mktemp("gpu") / "model", config, seed=seed)
 
 
 def make(path: Path, **changes: Any) -> EngineCore:
