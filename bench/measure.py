@@ -10,7 +10,8 @@ GPU measures one command at a time. Commands share compiled kernels through Trit
 
 A command's output goes to bench/results/logs/NAME.log; those of GPU tests, together, to
 bench/results/gpu-tests.log. BATHYAL_RESULTS names another folder for rows and logs. At the end README's
-tables are written anew. Exit code 1 if a command failed or was cut.
+tables are written anew, and docs/paged-experts.png where its rows have changed and matplotlib is
+installed. Exit code 1 if a command failed or was cut.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 
@@ -107,16 +109,26 @@ JOBS = (
         120,
     ),
     Job(
+        "engine-qwen",
+        engine(
+            "qwen3-30b-a3b",
+            "decode,ttft",
+            "gpu-engine-qwen",
+            "--prompt 8192 --context 16384 --tokens 70000 --repeats 3",
+        ),
+        150,
+    ),
+    Job(
         "paged",
         f"{QWEN} --slots 40 --batch 1,4 --steps 192 --check --out gpu-paged-qwen",
-        130,
+        170,
     ),
     # Fair only while no other job has the host's cores: by itself, with --only.
     Job(
         "paged-baselines",
         f"{QWEN} --slots 40 --hit 0.9 --steps 24 --warm 8 --baselines"
         " --out gpu-paged-qwen-baselines",
-        70,
+        100,
     ),
     Job(
         "engine-v41",
@@ -146,11 +158,6 @@ JOBS = (
         " --tail-buckets 128 --context 33280 --out gpu-replay-v41-40l-many-128",
         270,
     ),
-    Job(
-        "resident",
-        f"{QWEN} --batch 1,4,16,64 --steps 256 --prompt 8192 --out gpu-resident-qwen",
-        90,
-    ),
     Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
     Job(
         "speculate-v4",
@@ -163,6 +170,7 @@ JOBS = (
         80,
     ),
     Job("start", "bench.start --geometry v4-flash-8l --out gpu-start", 150),
+    Job("start-v41", "bench.start --geometry v41-8l --out gpu-start-v41-8l", 180),
     Job("greedy", "bench.greedy --out gpu-greedy-tiny", 140),
     *(
         Job(
@@ -201,24 +209,25 @@ JOBS = (
         "sweep",
         f'{QWEN} --slots 64,16,24,32,48,96 --hit "" --zipf --prompt 8192 --steps 64'
         " --out gpu-paged-sweep-qwen",
-        110,
+        130,
     ),
     Job(
         "paged-v4-80gb",
-        f"{BEYOND} --slots 72 --resident-layers 10 --gpu-budget-gb 80 --hit 0.81,0.9,0.95"
-        " --steps 48 --out gpu-paged-v4-flash-43l-80gb",
+        f"{BEYOND} --slots 72 --resident-layers 10 --gpu-budget-gb 80"
+        " --hit 0.67,0.81,0.887,0.9,0.95 --steps 48 --out gpu-paged-v4-flash-43l-80gb",
         130,
     ),
     Job(
         "paged-fp8",
-        f"{QWEN} --slots 40 --fp8 --hit 0.5,0.81,0.9,0.95,0.99 --steps 64 --out gpu-paged-qwen-fp8",
-        100,
+        f"{QWEN} --slots 40 --fp8 --hit 0.5,0.67,0.81,0.887,0.9,0.95,0.99 --steps 64"
+        " --out gpu-paged-qwen-fp8",
+        130,
     ),
     Job(
         "prefetch",
         f"{QWEN} --slots 40 --hit 0.9 --prefetch 0.8,0.95,1.0 --steps 48"
         " --out gpu-paged-prefetch-qwen",
-        70,
+        100,
     ),
     Job(
         "replay-v41-12l",
@@ -229,7 +238,7 @@ JOBS = (
     Job(
         "paged-pins",
         f'{QWEN} --slots 40 --pins 32 --hit "" --steps 48 --out gpu-paged-pins-qwen',
-        70,
+        100,
     ),
     Job("peers", "bench.micro.peers --out gpu-peers", 90),
 )
@@ -331,6 +340,21 @@ def join_tests() -> None:
     (RESULTS / "gpu-tests.log").write_bytes(b"\n".join(found))
 
 
+def draw_anew(since: float) -> None:
+    """Draw the curve of paged experts if a file that it is drawn from was written meanwhile.
+
+    Args:
+        since: seconds since the epoch.
+    """
+    if find_spec("matplotlib") is None:
+        print("docs/paged-experts.png: not drawn, matplotlib is not installed", flush=True)
+        return
+    from bench import paged_plot
+
+    if any(path.stat().st_mtime >= since for path in paged_plot.sources()):
+        paged_plot.draw(paged_plot.sources(), paged_plot.PICTURE)
+
+
 def chosen(only: Sequence[str]) -> list[Job]:
     """Jobs by name or by the beginning of names, in the order of the words; all for none.
 
@@ -363,6 +387,7 @@ def main() -> int:
     if not gpus:
         parser.error("expected an NVIDIA GPU, torch finds none")
     LOGS.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
     work = Run(deque(jobs), time.monotonic() + 60 * args.minutes)
     lanes = [
         threading.Thread(target=work.lane, args=(gpu, cores))
@@ -377,6 +402,7 @@ def main() -> int:
     finally:
         work.stop()
         readme.rewrite()
+        draw_anew(begin)
     return int(any(ended.code != 0 for ended in work.ended))
 
 

@@ -10,31 +10,45 @@ experts used last with probability h, else from the others, so that h is about t
 slots; `zipf` draws independently with weights 1 / rank. The hit rate that the slots counted is in
 every row. Resident models are routed by their own routers.
 
-Rows, bench "paged": ms_step and tok_s of captured decode steps, hit_rate as counted, slots,
-offloaded_gb, formula_ms = resident step + (1 - h) * k * layers * bytes of an expert / 51 GB/s, with
-the resident step measured in the same run on the same model (every choice resident); page_ins of a
-step (median and p99). tok_s is over all steps: misses make steps unequal. "paged_prompt": ttft_ms of
-a prompt in one chunk, copy_ms of what it copies alone, compute_ms without the copies.
-"paged_baseline": see bench.paged_baselines.
+Rows, bench "paged": ms_step and tok_s of captured decode steps (no scheduler, sampler or readback:
+bench.engine has those), hit_rate as counted, slots, offloaded_gb, page_ins of a step (median and p99).
+tok_s is over all steps: misses make steps unequal.
+
+* formula_ms = resident step + (1 - h) * k * layers * bytes of an expert / 51 GB/s. resident_ms is that
+  step of the same model wholly on the GPU, measured first and given back; None where the model is
+  larger than the GPU, for which full_hit_ms stands in: the paged model's step with every choice in a
+  slot.
+* bound_ms: no step can take less: the longer of reading at 4.43 TB/s all that it needs, each weight
+  once (of experts those that were touched, experts_touched by layer, a mean over the steps), and of
+  moving what it misses at 51 GB/s.
+
+"paged_prompt": ttft_ms of a prompt in one chunk (which is its one step, so ms_step too), hit_rate of
+it, copy_ms of what it copies alone, compute_ms without the copies. "paged_baseline": see
+bench.paged_baselines.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from bench.geometries import QWEN, geometry
+from bench.bound import bound_ms, experts_touched
+from bench.geometries import QWEN, QWEN3_30B, geometry
 from bench.paged_baselines import baselines
-from bench.paged_model import PagedBench, Timed, mark, peaks
+from bench.paged_model import Choices, PagedBench, Timed, mark, peaks
 from bench.rows import make_rows, percentile, spread, write_rows
+from engine.device.build import free_memory
 from engine.model.expert_stream import ExpertStream
 
-#: Steps before the first that are measured.
-AWAKING = 256
+#: Steps before the first that are measured; awaking_ms of the rows has the first and last of them.
+AWAKING, ENDS = 256, 32
 BUS = 51e9  # bytes per second at which kernels read pinned memory, measured (engine.md B0)
 
 
@@ -45,8 +59,13 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.gpu_budget_gb:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.gpu_budget_gb * 1e9 / total)
+    resident = _resident_steps(args, batches) if counts and args.geometry == QWEN else {}
     begin = time.perf_counter()
-    layers = 48 if args.geometry == QWEN else geometry(args.geometry).num_hidden_layers
+    layers = (
+        QWEN3_30B["num_hidden_layers"]
+        if args.geometry == QWEN
+        else geometry(args.geometry).num_hidden_layers
+    )
     slots = dict.fromkeys(range(args.resident_layers, layers), counts[0]) if counts else {}
     bench = PagedBench(args.geometry, slots, max([1, *batches]), fp8=args.fp8, pins=args.pins)
     torch.cuda.synchronize()
@@ -61,16 +80,14 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "gpu_budget_gb": args.gpu_budget_gb or None, "pins": args.pins,
     }  # fmt: skip
     print(f"# {loaded}, GPU {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
-    # The first steps of a process come slower, by 5 % for half a second: nobody's figure.
-    awaking = bench.trace("reuse", 1.0, args.warm + AWAKING + 1, 1) if slots else None
-    bench.time_steps(1, awaking, args.warm, AWAKING)
+    loaded["awaking_ms"] = _awake(bench, args.warm)
     for count in counts or [0]:
         if count != (counts or [0])[0]:
             bench.use_slots(count)
         offloaded = store - sum(p.slots.nbytes for p in bench.paged)
         common = {**loaded, "slots": count, "offloaded_gb": round(offloaded / 1e9, 2)}
         for batch in batches:
-            for row in _decode(bench, args, batch, count):
+            for row in _decode(bench, args, batch, count, resident.get(batch)):
                 yield {**common, **row, **peaks()}
         if args.check:
             for number, paged in enumerate(bench.paged[:: max(1, len(bench.paged) // 4)]):
@@ -81,8 +98,33 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {**common, **_prompt(bench, length, args.repeats), **peaks()}
 
 
+def _awake(bench: PagedBench, warm: int) -> dict[str, float]:
+    """Run steps that are nobody's figure; milliseconds of the first and the last."""
+    trace = bench.trace("reuse", 1.0, warm + AWAKING + 1, 1) if bench.paged else None
+    ms = bench.time_steps(1, trace, warm, AWAKING).ms
+    ends = {"first": ms[:ENDS], "last": ms[-ENDS:]}
+    return {name: round(statistics.median(part), 4) for name, part in ends.items()}
+
+
+def _resident_steps(args: argparse.Namespace, batches: list[int]) -> dict[int, float]:
+    """Milliseconds of a step by batch, of the same model wholly on the GPU; it is given back."""
+    bench = PagedBench(args.geometry, {}, max([1, *batches]), fp8=args.fp8)
+    _awake(bench, args.warm)
+    found = {}
+    for batch in batches:
+        steps = max(1, args.steps // batch)
+        trace = bench.trace("reuse", 1.0, args.warm + steps + 1, batch)
+        found[batch] = spread(bench.time_steps(batch, trace, args.warm, steps).ms, 4)["median"]
+    del bench
+    free_memory()
+    held = torch.cuda.memory_allocated() / 1e9
+    print(f"# resident steps by batch, ms: {found}; {held:.1f} GB of it still held", flush=True)
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def _decode(
-    bench: PagedBench, args: argparse.Namespace, batch: int, slots: int
+    bench: PagedBench, args: argparse.Namespace, batch: int, slots: int, resident_ms: float | None
 ) -> Iterator[dict[str, Any]]:
     """Rows of one batch size."""
     base = {"bench": "paged", "batch": batch, "prompt_tokens": 128}
@@ -91,23 +133,36 @@ def _decode(
         print(f"# {name} is beyond {slots} // {bench.per_row}, not captured", flush=True)
         return
     if not slots:
+        step = functools.partial(bench.model.decode, bench.rows(batch), bench.pool)  # type: ignore[arg-type]
+        touched = experts_touched(bench.model, step)
         timed = bench.time_steps(batch, None, args.warm, args.steps)
         found = spread(timed.ms, 4)
         rate = round(batch * 1e3 / found["median"], 1)
         print(f"{name} resident: {rate} tok/s, {found['median']} ms", flush=True)
-        yield {**base, "trace": "own routers", "ms_step": found, "tok_s": rate}
+        bound = bound_ms(
+            bench.model, bench.pool, batch, bench.middle(args.warm, args.steps), touched
+        )
+        yield {
+            **base, "trace": "own routers", "ms_step": found, "tok_s": rate,
+            "experts_touched": touched, "bound_ms": round(bound, 4),
+            "bound_share": round(bound / found["median"], 3),
+        }  # fmt: skip
         return
     hits = [float(h) for h in args.hit.split(",") if h]
     kinds = [("reuse", 1.0), *(("reuse", h) for h in hits)]
     kinds += [("zipf", 0.0)] if args.zipf else []
-    resident_ms = 0.0
+    full_hit_ms = 0.0
     steps = max(1, args.steps // batch)  # as many choices for any batch
     for kind, hit in kinds:
         trace = bench.trace(kind, hit, args.warm + steps + 1, batch)
         timed = bench.time_steps(batch, trace, args.warm, steps)
         if hit == 1.0:
-            resident_ms = spread(timed.ms, 4)["median"]
-        row = _row(bench, timed, batch, resident_ms)
+            full_hit_ms = spread(timed.ms, 4)["median"]
+        base |= {"resident_ms": resident_ms, "full_hit_ms": full_hit_ms}
+        step_ms = resident_ms or full_hit_ms
+        asked = trace[args.warm : args.warm + steps]
+        context = bench.middle(args.warm, steps)
+        row = _row(bench, timed, asked, context, step_ms)
         row["trace"] = f"{kind} {hit}" if kind == "reuse" else kind
         print(
             f"{name} {row['trace']}: {row['tok_s']} tok/s, h {row['hit_rate']}, formula "
@@ -119,7 +174,7 @@ def _decode(
             if hit == 1.0:
                 continue
             timed = bench.time_steps(batch, trace, args.warm, steps, accuracy)
-            guessed = {**_row(bench, timed, batch, resident_ms), "trace": row["trace"]}
+            guessed = {**_row(bench, timed, asked, context, step_ms), "trace": row["trace"]}
             guessed["prefetch_accuracy"] = accuracy
             over = round(guessed["tok_s"] / row["tok_s"], 3)
             print(
@@ -129,23 +184,49 @@ def _decode(
             )
             yield {**base, **guessed, "over_without": over}
         if args.baselines and hit == hits[-1]:
-            for other in baselines(bench, resident_ms, hits):
+            for other in baselines(bench, step_ms, hits):
                 print(f"{name} {other}", flush=True)
                 yield {**base, **other}
 
 
-def _row(bench: PagedBench, timed: Timed, batch: int, resident_ms: float) -> dict[str, Any]:
-    """Figures of steps, beside the formula."""
+def distinct(asked: Choices) -> list[float]:
+    """Experts that a step asks of each layer, mean over steps.
+
+    Args:
+        asked: int32 [steps, layers, rows, k].
+    """
+    ordered = np.sort(asked.reshape(*asked.shape[:2], -1), axis=-1)
+    counts = 1 + (np.diff(ordered, axis=-1) != 0).sum(-1)
+    return [round(float(mean), 1) for mean in counts.mean(0)]
+
+
+def _row(
+    bench: PagedBench, timed: Timed, asked: Choices, context: int, step_ms: float
+) -> dict[str, Any]:
+    """Figures of steps, beside formula and bound.
+
+    Args:
+        bench: what ran.
+        timed: the steps.
+        asked: what they were routed to.
+        context: tokens that each sequence had on average.
+        step_ms: the formula's resident step.
+    """
+    batch, touched = asked.shape[2], distinct(asked)
     moved = timed.misses / len(timed.ms) * bench.paged[0].layout.nbytes
-    formula = resident_ms + moved / BUS * 1e3
+    bus = moved / BUS * 1e3
+    formula = step_ms + bus
+    bound = max(bus, bound_ms(bench.model, bench.pool, batch, context, touched))
     return {
         "ms_step": spread(timed.ms, 4),
         "ms_step_mean": round(timed.mean_ms, 4),
         "tok_s": round(batch * 1e3 / timed.mean_ms, 1),
         "hit_rate": round(timed.hit_rate, 4),
-        "resident_ms": resident_ms,
         "formula_ms": round(formula, 4),
         "over_formula": round(timed.mean_ms / formula, 3),
+        "experts_touched": touched,
+        "bound_ms": round(bound, 4),
+        "bound_share": round(bound / timed.mean_ms, 3),
         "page_ins": {
             "median": percentile(timed.page_ins, 50),
             "p99": percentile(timed.page_ins, 99),
@@ -167,8 +248,11 @@ def _prompt(bench: PagedBench, length: int, repeats: int) -> dict[str, Any]:
         return times[1:]
 
     row: dict[str, Any] = {"bench": "paged_prompt", "batch": 1, "prompt_tokens": length}
-    row["ttft_ms"] = spread(measure())
+    before = bench.counts()
+    row["ttft_ms"] = row["ms_step"] = spread(measure())
     if bench.paged:
+        hits, misses = (b - a for a, b in zip(before, bench.counts(), strict=True))
+        row["hit_rate"] = round(hits / (hits + misses), 4)
         row["copy_ms"] = round(_copy_ms(bench), 1)
         copy, ExpertStream._copy = ExpertStream._copy, _no_copy  # type: ignore[method-assign, assignment]
         row["compute_ms"] = spread(measure())["median"]

@@ -31,7 +31,7 @@ def baselines(
 
     Args:
         bench: a model with paged layers, at batch 1.
-        resident_ms: its step when nothing misses.
+        resident_ms: its step wholly on the GPU, or when nothing misses.
         hits: hit rates to give the first way's figure for.
     """
     asked = bench.per_row * len(bench.paged)

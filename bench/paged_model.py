@@ -26,6 +26,7 @@ from bench.geometries import QWEN, QWEN3_30B, geometry
 from engine.device.kvpool import KVPool
 from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
+from engine.kernels.ops import Implementation
 from engine.kernels.paging import HITS, MISSES
 from engine.kernels.router import Routing, most_tiles, tile_pairs
 from engine.kernels.rows import Rows
@@ -40,6 +41,10 @@ from engine.qwen3_config import Qwen3Config
 #: Experts of each step, layer, row and place, int32.
 Choices = np.ndarray[Any, np.dtype[np.int32]]
 CONTEXT = 4096
+#: Tokens that a sequence has before its first step.
+START = 128
+#: Where models are; a CPU can try everything but captured steps.
+DEVICE = "cuda"
 
 
 def reuse_trace(
@@ -285,17 +290,18 @@ class PagedBench:
         self.model: FastModel | Qwen3Model
         self.pool: KVPool | QwenPool
         per = CONTEXT // BLOCK
+        kernels: Implementation = "triton" if DEVICE == "cuda" else "torch"
         if name == QWEN:
             config = Qwen3Config.from_dict(QWEN3_30B)
             self.layers, self.experts = config.num_hidden_layers, config.num_experts
             self.per_row, self.vocab = config.num_experts_per_tok, config.vocab_size
             stay = [i * self.experts // pins for i in range(pins)]
             self.model = random_qwen3(
-                config, kernels="triton", device="cuda", max_model_len=16384, slots=slots, fp8=fp8,
+                config, kernels=kernels, device=DEVICE, max_model_len=16384, slots=slots, fp8=fp8,
                 pins=dict.fromkeys(slots, stay),
             )  # fmt: skip
             self.pool = QwenPool(
-                config, num_blocks=rows * per + 64, block_size=BLOCK, device="cuda",
+                config, num_blocks=rows * per + 64, block_size=BLOCK, device=DEVICE,
                 dtype=torch.bfloat16,
             )  # fmt: skip
         else:
@@ -303,11 +309,11 @@ class PagedBench:
             self.layers, self.experts = shape.num_hidden_layers, shape.n_routed_experts
             self.per_row, self.vocab = shape.num_experts_per_tok, shape.vocab_size
             self.model = random_fast_model(
-                shape, kernels="triton", device="cuda", max_model_len=16384, slots=slots
+                shape, kernels=kernels, device=DEVICE, max_model_len=16384, slots=slots
             )
             self.pool = KVPool(
                 shape, num_blocks=rows * per + 64, block_size=BLOCK, num_slots=rows + 1,
-                device="cuda", dtype=torch.bfloat16, ring_history=True,
+                device=DEVICE, dtype=torch.bfloat16, ring_history=True,
                 forms=self.model.forms,
             )  # fmt: skip
 
@@ -327,14 +333,20 @@ class PagedBench:
         )
 
     def rows(self, batch: int) -> Rows:
-        """Decode rows at position 128."""
+        """Decode rows at position START."""
         per = CONTEXT // BLOCK
         chunks = [
-            Chunk(str(i), i + 1, 128, (11 + i,), tuple(range(1 + i * per, 1 + (i + 1) * per)), True)
+            Chunk(
+                str(i), i + 1, START, (11 + i,), tuple(range(1 + i * per, 1 + (i + 1) * per)), True
+            )
             for i in range(batch)
         ]
-        rows, _ = build_rows(chunks, block_size=BLOCK, device="cuda")
+        rows, _ = build_rows(chunks, block_size=BLOCK, device=DEVICE)
         return dataclasses.replace(rows, max_end=CONTEXT, spans=())
+
+    def middle(self, warm: int, steps: int) -> int:
+        """Tokens that a sequence of `rows` has in the middle of steps that are timed."""
+        return START + warm + steps // 2
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses of all paged layers so far."""
@@ -450,7 +462,7 @@ class PagedBench:
         ids = torch.randint(0, self.vocab, (length,)).tolist()
         blocks = tuple(range(1, 1 + -(-length // BLOCK)))
         return build_rows(
-            [Chunk("p", 1, 0, tuple(ids), blocks, True)], block_size=BLOCK, device="cuda"
+            [Chunk("p", 1, 0, tuple(ids), blocks, True)], block_size=BLOCK, device=DEVICE
         )
 
     def run_prompt(self, rows: Rows, wanted: Tensor) -> None:

@@ -1,10 +1,11 @@
 """Draws the rows of bench.paged: tokens per second by hit rate and by slots, measured and by formula.
 
-    python -m bench.paged_plot bench/results/gpu-paged-*.jsonl --out docs/paged-experts.png
+    python -m bench.paged_plot          docs/paged-experts.png from bench/results
 
 Left: one sequence at stated hit rates, a series for each model, format and number of slots; the lines
-are the formula, from the resident step that the same run measured. Right: the sweep over K, whose
-choices are drawn with weights 1 / rank; the hit rate that the slots counted stands at each point.
+are the formula, from the resident step that the same run measured (of a model that is larger than the
+GPU, the step in which every choice is in a slot). Right: the sweep over K, whose choices are drawn with
+weights 1 / rank; the hit rate that the slots counted stands at each point.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ import orjson
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from bench.rows import RESULTS, ROOT
+
 Row = dict[str, Any]
+PICTURE = ROOT / "docs" / "paged-experts.png"
+#: What is drawn by default: a file for each series; others repeat single points under another question.
+SERIES = ("qwen", "qwen-fp8", "sweep-qwen", "v4-flash-43l", "v4-flash-43l-80gb")
+
+
+def sources() -> list[Path]:
+    """Files of rows that are there."""
+    paths = [RESULTS / f"gpu-paged-{name}.jsonl" for name in SERIES]
+    return [path for path in paths if path.exists()]
 
 
 def read(paths: list[Path]) -> list[Row]:
@@ -55,7 +67,7 @@ def by_hit_rate(axes: Axes, rows: list[Row]) -> None:
         axes.plot(h, rate, "o", color=colour, label=label)
         worst = points[0]
         if worst["hit_rate"] < 1:
-            resident = worst["resident_ms"]
+            resident = worst["resident_ms"] or worst["full_hit_ms"]
             slope = (worst["formula_ms"] - resident) / (1 - worst["hit_rate"])
             line = np.linspace(min(h), 1, 200)
             axes.plot(line, 1e3 / (resident + (1 - line) * slope), "-", color=colour, lw=1)
@@ -84,21 +96,32 @@ def by_slots(axes: Axes, rows: list[Row]) -> None:
     axes.legend(fontsize="small", title="choices drawn with weights 1 / rank")
 
 
+def draw(paths: list[Path], to: Path) -> None:
+    """Draw files of rows.
+
+    Args:
+        paths: of the files.
+        to: PNG to write.
+    """
+    mpl.use("Agg")
+    rows = read(paths)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    by_hit_rate(left, rows)
+    by_slots(right, rows)
+    figure.savefig(to, dpi=110)
+    plt.close(figure)
+    print(f"wrote {to} of {len(rows)} rows")
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
-    parser.add_argument("--out", type=Path, required=True, help="PNG to write")
+    parser.add_argument("rows", type=Path, nargs="*", help="files of rows")
+    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG to write")
     args = parser.parse_args()
-    mpl.use("Agg")
-    rows = read(args.rows)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    by_hit_rate(left, rows)
-    by_slots(right, rows)
-    figure.savefig(args.out, dpi=110)
-    print(f"wrote {args.out} of {len(rows)} rows")
+    draw(args.rows or sources(), args.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import measure
+from bench import measure, paged_plot
 from bench.measure import Job, Run
 from bench.rows import ROOT
 from tests.engine.kernels.conftest import SAME
@@ -92,3 +92,22 @@ def test_gpu_tests_are_run_once() -> None:
     assert first.split() == ["tests/engine/kernels", *(f"--ignore={f}" for f in sorted(same))]
     assert others == "tests/engine --ignore=tests/engine/kernels"
     assert last.split() == sorted(same)
+
+
+def test_the_curve_is_drawn_when_its_rows_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that are older than the run leave the picture; without matplotlib nothing is drawn."""
+    rows, drawn = tmp_path / "rows.jsonl", list[list[Path]]()
+    rows.write_text("")
+    monkeypatch.setattr(paged_plot, "sources", lambda: [rows])
+    monkeypatch.setattr(paged_plot, "draw", lambda paths, to: drawn.append(paths))
+
+    measure.draw_anew(time.time() + 60)
+    assert not drawn
+    measure.draw_anew(time.time() - 60)
+    assert drawn == [[rows]]
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    measure.draw_anew(time.time() - 60)
+    assert drawn == [[rows]]
+    assert "matplotlib is not installed" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,22 @@ import orjson
 import pytest
 import torch
 
-from bench import paged_plot
-from bench.paged_model import guesses_of, packed, reuse_trace, uniform_trace, zipf_trace
+from bench import bound, paged, paged_model, paged_plot, rows
+from bench.geometries import QWEN
+from bench.paged_model import (
+    Choices,
+    Injected,
+    PagedBench,
+    Timed,
+    guesses_of,
+    packed,
+    reuse_trace,
+    uniform_trace,
+    zipf_trace,
+)
 from engine.kernels.router import group_torch, most_tiles
 from engine.plan.residency import Residency
+from tests.bench.test_engine import SMALL
 
 
 @pytest.mark.parametrize("hit", [0.5, 0.9, 1.0])
@@ -72,3 +85,78 @@ def test_the_plot_takes_rows_of_one_sequence(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps(one) for one in (row, *others, guessed)))
     assert paged_plot.read([file]) == [row]
+
+
+def step_by_step(
+    self: PagedBench,
+    batch: int,
+    trace: Choices | None,
+    warm: int,
+    steps: int,
+    accuracy: None = None,
+) -> Timed:
+    """In place of captured steps: 3 ms each where experts are paged and 2 ms where they are not."""
+    rows = self.rows(batch)
+    injected = None if trace is None else Injected(self.model, trace, self.experts)
+    before = (0, 0)
+    for step in range(warm + steps):
+        if step == warm:
+            before = self.counts()
+        self.model.decode(rows, self.pool)
+    if injected is not None:
+        injected.close()
+    hits, misses = (b - a for a, b in zip(before, self.counts(), strict=True))
+    return Timed([3.0 if self.paged else 2.0] * steps, hits, misses, [0] * steps)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # twins norm float32 by bfloat16 weights
+def test_rows_name_the_resident_models_step_and_the_paged_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula stands on the step of a model that is wholly resident, of the same run."""
+    for module in (paged, paged_model):
+        monkeypatch.setattr(module, "QWEN3_30B", SMALL)
+    monkeypatch.setattr(paged_model, "DEVICE", "cpu")
+    monkeypatch.setattr(paged_model, "CONTEXT", 512)
+    monkeypatch.setattr(paged, "AWAKING", 2)
+    monkeypatch.setattr(paged, "BUS", 1e7)
+    monkeypatch.setattr(paged, "make_rows", lambda module, device, found: found)
+    monkeypatch.setattr(paged, "_copy_ms", lambda bench: 1.0)
+    monkeypatch.setattr(PagedBench, "time_steps", step_by_step)
+    monkeypatch.setattr(bound, "READ_BANDWIDTH", 1e9)  # slow, so that nothing is rounded away
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    command = (
+        "bench.paged --slots 4 --batch 1,2 --hit 0.5 --warm 2 --steps 20 --prompt 40 --repeats 1"
+        " --out found"
+    )
+    monkeypatch.setattr(sys, "argv", command.split())
+    with torch.inference_mode():
+        paged.main()
+        monkeypatch.setattr(sys, "argv", "bench.paged --batch 2 --steps 4 --out whole".split())
+        paged.main()
+
+    found = [orjson.loads(line) for line in (tmp_path / "found.jsonl").read_bytes().splitlines()]
+    *steps, prompt = found
+    assert [(row["batch"], row["trace"]) for row in steps] == [
+        (batch, f"reuse {hit}") for batch in (1, 2) for hit in (1.0, 0.5)
+    ]
+    nbytes = 2 * 3 * SMALL["hidden_size"] * SMALL["moe_intermediate_size"]
+    for row in steps:
+        assert (row["resident_ms"], row["full_hit_ms"]) == (2.0, 3.0)
+        misses = (1 - row["hit_rate"]) * 2 * row["batch"] * SMALL["num_hidden_layers"]
+        formula = 2 + misses * nbytes / paged.BUS * 1e3
+        assert row["formula_ms"] == pytest.approx(formula, rel=1e-3)
+        assert row["experts_touched"] == [2 * row["batch"]] * SMALL["num_hidden_layers"]
+        assert row["bound_share"] == pytest.approx(row["bound_ms"] / 3, abs=1e-3)
+        assert row["bound_ms"] >= max(0.01, round(row["formula_ms"] - 2, 4))
+        assert row["awaking_ms"] == {"first": 3.0, "last": 3.0}
+    assert [row["hit_rate"] for row in steps] == pytest.approx([1, 0.5, 1, 0.5], abs=0.1)
+    assert (prompt["bench"], prompt["geometry"]) == ("paged_prompt", QWEN)
+    assert prompt["ms_step"] == prompt["ttft_ms"]
+    assert 0 < prompt["hit_rate"] < 1
+    (whole,) = [orjson.loads(line) for line in (tmp_path / "whole.jsonl").read_bytes().splitlines()]
+    assert whole["mode"] == "resident"
+    assert all(2 <= count <= 4 for count in whole["experts_touched"])
+    assert whole["bound_share"] == pytest.approx(whole["bound_ms"] / 2, abs=1e-3)
