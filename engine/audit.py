@@ -2,7 +2,8 @@
 
 Every variant is the engine as configured with one switch turned over, so that a row says what that
 part is worth here: graphs, fused kernels, lookahead, prefix cache, replay of prompts and graphs of
-their tails, speculation, paged experts and their prefetch. Each is loaded alone, warmed up, and given
+their tails, speculation, paged experts and their prefetch (engine.audit_variants chooses them, and says
+why a switch has none). Each is loaded alone, warmed up, and given
 the same prompts of random ids, cold and then warm: the same prompts with a new end, as an agent's next
 turn has. A variant that takes too long is left: without fused kernels, say, a large model takes seconds
 for a token. Written to a folder: report.md with the tables, audit.json with every number, one SVG plot
@@ -28,14 +29,10 @@ import torch
 
 from engine.api import EngineError, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from engine.architectures import read_config
-from engine.config import ModelConfig
+from engine.audit_variants import compare
 from engine.core import EngineCore, load_engine
-from engine.device.build import free_memory
-from engine.expert_paging import experts_of
+from engine.device.build import free_memory, resolve_here
 from engine.options import EngineConfig
-from engine.plan.layout import Drafting
-from engine.plan.replay import tail_of
-from engine.speculation import drafter_in
 
 #: Tokens that a warm prompt adds to the cold one's.
 TURN = 32
@@ -83,76 +80,6 @@ class Timing:
     tokens_per_second: float
 
 
-def variants(
-    options: EngineConfig,
-    *,
-    has_tail: bool,
-    slots: int | None = None,
-    drafter: Drafting = "off",
-) -> dict[str, EngineConfig]:
-    """Name -> options of everything that is compared.
-
-    Args:
-        options: as configured, what every switch is compared with.
-        has_tail: whether the model's prompts can be replayed.
-        slots: of each layer's experts, to be compared with all of them on the device; None for a
-            model whose experts cannot be paged.
-        drafter: draft stages that the model has.
-    """
-
-    def turned(**changes: Any) -> EngineConfig:
-        return dataclasses.replace(options, **changes)
-
-    found = {"as configured": options}
-    fast = options.runner == "fast" or (options.runner == "auto" and _on_gpu(options))
-    if fast:
-        if _on_gpu(options):  # a CPU has neither
-            has = options.graphs is not False
-            found[f"graphs {_other(has)}"] = turned(graphs=not has)
-            has = options.kernels != "torch"
-            found[f"fused kernels {_other(has)}"] = turned(kernels="torch" if has else "triton")
-        found[f"lookahead {_other(options.lookahead)}"] = turned(lookahead=not options.lookahead)
-    else:
-        found["fast runner"] = turned(runner="fast")
-    if options.expert_slots is not None or options.expert_slots_file is not None:
-        found["all experts resident"] = turned(
-            expert_slots=None,
-            expert_slots_file=None,
-            resident_layers=0,
-            expert_host_gb=None,
-            expert_prefetch=False,
-        )
-        if options.expert_host_gb is None:  # experts in files cannot be brought in ahead
-            name = f"prefetch of experts {_other(options.expert_prefetch)}"
-            found[name] = turned(expert_prefetch=not options.expert_prefetch)
-    elif slots is not None and fast:
-        found[f"experts paged, {slots} slots"] = turned(expert_slots=slots)
-        # To be compared with the one before.
-        found[f"experts paged, {slots} slots, prefetch"] = turned(
-            expert_slots=slots, expert_prefetch=True
-        )
-    if options.speculation != "off":
-        found["speculation off"] = turned(speculation="off")
-    elif drafter != "off" and fast:
-        found[f"speculation {drafter}"] = turned(speculation=drafter)
-    cache = options.prefix_cache
-    found[f"prefix cache {_other(cache)}"] = turned(prefix_cache=not cache)
-    if has_tail:
-        for mode in ("off", "exact", "bounded"):
-            if mode != options.prefill:
-                found[f"prefill {mode}"] = turned(prefill=mode)
-        if fast and options.graphs is not False and _on_gpu(options):
-            # To be compared with bounded, which has them unless they were switched off.
-            has = options.tail_graphs is not False
-            name = f"prefill bounded, tail graphs {_other(has)}"
-            found[name] = turned(prefill="bounded", tail_graphs=not has)
-    return found
-
-
-def _other(is_on: bool) -> str:
-    return "off" if is_on else "on"
-
-
 def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> dict[str, Any]:
     """Measure every variant.
 
@@ -169,27 +96,19 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
         EngineError: the configured engine cannot be loaded, or a prompt does not fit its context.
     """
     config = read_config(path)
-    context = options.resolve_max_model_len(config.max_position_embeddings)
-    longest = max(load.lengths) + TURN + load.new_tokens
-    if longest > context:
-        raise EngineError(
-            f"audit: lengths: a prompt of {max(load.lengths)} with {TURN} more and "
-            f"{load.new_tokens} new tokens needs {longest}, the context is {context}"
-        )
-    if max(load.concurrency) > options.max_num_seqs:
-        raise EngineError(
-            f"audit: concurrency: expected at most max_num_seqs {options.max_num_seqs}, "
-            f"got {max(load.concurrency)}"
-        )
+
+    def settle(asked: EngineConfig) -> EngineConfig:
+        return resolve_here(path, config, asked).config
+
+    found = compare(options, config, settle)
+    options = found.variants["as configured"]
+    if problems := list(_problems(options, load, config.max_position_embeddings)):
+        raise EngineError("audit: " + "; ".join(problems))
     vocab = config.vocab_size
-    has_tail = isinstance(config, ModelConfig) and tail_of(config) is not None
-    experts = experts_of(config, 2)
-    slots = max(experts.per_row, experts.count // 2)
     rows: list[dict[str, Any]] = []
     scores: dict[str, Scores] = {}
     skipped: dict[str, str] = {}
-    compared = variants(options, has_tail=has_tail, slots=slots, drafter=drafter_in(config))
-    for name, changed in compared.items():
+    for name, changed in found.variants.items():
         _forget()
         begin = time.perf_counter()
         try:
@@ -222,21 +141,35 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
     }
     return {
         "model": path.name,
-        "machine": _machine(options),
+        "machine": _machine(settle(options)),
         "options": dataclasses.asdict(options),
         "load": dataclasses.asdict(load),
         "rows": rows,
         "logprobs": differences,
         "skipped": skipped,
+        "left_out": found.left_out,
     }
 
 
-def _on_gpu(options: EngineConfig) -> bool:
-    return options.device != "cpu" and torch.cuda.is_available()
+def _problems(options: EngineConfig, load: Load, own_context: int) -> Iterator[str]:
+    """Say what of a load the engine has no room for."""
+    context = options.resolve_max_model_len(own_context)
+    longest = max(load.lengths) + TURN + load.new_tokens
+    if longest > context:
+        yield (
+            f"lengths: a prompt of {max(load.lengths)} with {TURN} more and "
+            f"{load.new_tokens} new tokens needs {longest}, the context is {context}"
+        )
+    if max(load.concurrency) > options.max_num_seqs:
+        yield (
+            f"concurrency: expected at most max_num_seqs {options.max_num_seqs}, "
+            f"got {max(load.concurrency)}"
+        )
 
 
-def _machine(options: EngineConfig) -> str:
-    where = torch.cuda.get_device_name() if _on_gpu(options) else platform.processor() or "CPU"
+def _machine(settled: EngineConfig) -> str:
+    on_gpu = settled.device == "cuda"
+    where = torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU"
     return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
 
 

@@ -65,6 +65,9 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
     ]
     for name, why in result["skipped"].items():
         lines += ["", f"`{name}`: {why}"]
+    if result["left_out"]:
+        lines += ["", "## Not compared here", ""]
+        lines += [f"- {switch}, because {why}" for switch, why in result["left_out"].items()]
     report = folder / "report.md"
     report.write_text("\n".join(lines) + "\n")
     return report

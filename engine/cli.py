@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,47 +123,53 @@ def _audit(args: argparse.Namespace) -> int:
     from engine.audit import Load, audit
     from engine.audit_report import write_report
 
+    problems: list[str] = []
     for flag, count in (("--new-tokens", args.new_tokens), ("--repeats", args.repeats)):
         if count < 1:
-            raise ValueError(f"{flag}: expected a whole number of at least 1, got {count}")
+            problems.append(f"{flag}: expected a whole number of at least 1, got {count}")
     if not args.limit > 0:
-        raise ValueError(f"--limit: expected a number of seconds above 0, got {args.limit}")
-    load = Load(
-        lengths=_numbers("--lengths", args.lengths),
-        concurrency=_numbers("--concurrency", args.concurrency),
-        new_tokens=args.new_tokens,
-        repeats=args.repeats,
-        limit=args.limit,
-    )
-    options = EngineConfig(**dict(_given(args)))
+        problems.append(f"--limit: expected a number of seconds above 0, got {args.limit}")
+    lengths = _numbers("--lengths", args.lengths, problems)
+    concurrency = _numbers("--concurrency", args.concurrency, problems)
+    given = _given(args, problems)
+    try:
+        options = EngineConfig(**given)
+    except EngineError as error:  # numbers that do not go together
+        problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+    load = Load(lengths, concurrency, args.new_tokens, args.repeats, limit=args.limit)
     report = write_report(audit(args.model, options, load), args.out)
     print(f"wrote {report}")
     return 0
 
 
-def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Options of the engine that stand on the command line."""
+def _given(args: argparse.Namespace, problems: list[str]) -> dict[str, Any]:
+    """Options of the engine that stand on the command line; notes what is none."""
+    found: dict[str, Any] = {}
     for name in _AUDITED:
         text, rule = getattr(args, name), rule_of(name)
-        if text is not None:
-            try:
-                yield name, rule.parse(text)
-            except ValueError:
-                raise ValueError(f"{_flag(name)}: expected {rule.accepted}, got {text!r}") from None
+        if text is None:
+            continue
+        try:
+            found[name] = rule.parse(text)
+        except ValueError:
+            problems.append(f"{_flag(name)}: expected {rule.accepted}, got {text!r}")
+    return found
 
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Read comma-separated positive numbers."""
+def _numbers(flag: str, text: str, problems: list[str]) -> tuple[int, ...]:
+    """Read comma-separated positive numbers; notes what is none."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise ValueError(f"{flag}: expected positive numbers with commas between, got {text!r}")
+        problems.append(f"{flag}: expected positive numbers with commas between, got {text!r}")
     return found
 
 
@@ -209,18 +215,22 @@ def _inspect(folder: Path) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb)):
-        if value is not None and not 0 < value < 1e6:
-            raise ValueError(f"{flag}: expected a number of gigabytes above 0, got {value}")
+    most = read_config(args.model).max_position_embeddings
+    problems = [
+        f"{flag}: expected a number of gigabytes above 0, got {value}"
+        for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb))
+        if value is not None and not 0 < value < 1e6
+    ]
     for flag, count, least in (
         ("--context", args.context, 2),
         ("--concurrency", args.concurrency, 1),
     ):
         if count is not None and count < least:
-            raise ValueError(f"{flag}: expected a whole number of at least {least}, got {count}")
-    most = read_config(args.model).max_position_embeddings
+            problems.append(f"{flag}: expected a whole number of at least {least}, got {count}")
     if args.context is not None and args.context > most:
-        raise ValueError(f"--context: the model's context is {most} tokens, got {args.context}")
+        problems.append(f"--context: the model's context is {most} tokens, got {args.context}")
+    if problems:
+        raise ValueError("; ".join(problems))
     if args.paged or args.trace is not None:
         return _plan_slots(args)
     if args.out is not None:

@@ -12,7 +12,7 @@ import pytest
 
 import engine.audit
 from engine.api import EngineError
-from engine.audit import Load, audit, variants
+from engine.audit import Load, audit
 from engine.audit_report import write_report
 from engine.cli import main
 from engine.core import EngineCore
@@ -28,39 +28,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build.write(Path(tmp_path_factory.mktemp("v41")), build.v41())
 
 
-def test_each_variant_turns_one_switch() -> None:
-    """A variant differs from the configured engine in exactly one option."""
-    for has_tail in (False, True):
-        found = variants(OPTIONS, has_tail=has_tail)
-        assert found.pop("as configured") == OPTIONS
-        assert len(found) == (4 if has_tail else 2)
-        for options in found.values():
-            changed = [f for f in OPTIONS.__slots__ if getattr(options, f) != getattr(OPTIONS, f)]
-            assert len(changed) == 1
-
-
-@pytest.mark.parametrize("switched", [None, True, False])
-def test_graphs_of_tails_are_a_switch(
-    switched: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU bounded is measured with and without them, where the model has a tail."""
-    monkeypatch.setattr("engine.audit._on_gpu", lambda options: True)
-    options = EngineConfig(device="cuda", runner="fast", tail_graphs=switched)
-    name = f"prefill bounded, tail graphs {'on' if switched is False else 'off'}"
-
-    found = variants(options, has_tail=True)
-    assert found[name] == dataclasses.replace(
-        found["prefill bounded"], tail_graphs=switched is False
-    )
-    assert name not in variants(options, has_tail=False)
-    assert name not in variants(dataclasses.replace(options, graphs=False), has_tail=True)
-
-
 def test_report_has_every_variant(checkpoint: Path, tmp_path: Path) -> None:
     """Tables, plots and numbers of all variants; replay's approximation shows, the cache's rounding too."""
     result = audit(checkpoint, OPTIONS, LOAD, say=lambda line: None)
     report = write_report(result, tmp_path / "out").read_text()
-    names = variants(OPTIONS, has_tail=True)
+    names = ["as configured", "fast runner", "prefix cache off", "prefill exact", "prefill bounded"]
+    assert list(dict.fromkeys(r["variant"] for r in result["rows"])) == names
+    assert "## Not compared here" in report
+    assert "- graphs, because a CPU has none\n" in report
+    assert set(result["left_out"]) == {
+        "graphs",
+        "fused kernels",
+        "lookahead",
+        "paged experts and their prefetch",
+        "speculation",
+        "tail graphs",
+    }
     for name in names:
         assert f"| {name} |" in report
         rows = [r for r in result["rows"] if r["variant"] == name]
@@ -99,12 +82,26 @@ def test_a_variant_that_takes_too_long_is_left(
     assert "`prefix cache off`: not measured to its end within 1e+06 s" in report
 
 
+def test_paging_chooses_the_runner_of_all_variants(checkpoint: Path, tmp_path: Path) -> None:
+    """What only the fast runner has is compared where another option has chosen it, and acts."""
+    options = dataclasses.replace(OPTIONS, expert_slots=3, prefix_cache=False)
+    result = audit(checkpoint, options, LOAD, say=lambda line: None)
+    assert result["skipped"] == {}
+    names = {row["variant"] for row in result["rows"]}
+    assert {"lookahead off", "all experts resident", "prefetch of experts on"} <= names
+    assert "fast runner" not in names
+    assert (
+        "speculation, because it does not go with paged experts"
+        in write_report(result, tmp_path).read_text()
+    )
+
+
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
-    """Prompts beyond the context and more requests than slots are named with what there is."""
-    with pytest.raises(EngineError, match="needs 1035, the context is 1024"):
-        audit(checkpoint, OPTIONS, Load((1000,), (1,), 3, 1))
-    with pytest.raises(EngineError, match="expected at most max_num_seqs 4, got 5"):
-        audit(checkpoint, OPTIONS, Load((20,), (5,), 3, 1))
+    """Prompts beyond the context and more requests than slots are named at once, with what there is."""
+    with pytest.raises(EngineError) as error:
+        audit(checkpoint, OPTIONS, Load((1000,), (5,), 3, 1))
+    assert "needs 1035, the context is 1024; " in str(error.value)
+    assert "concurrency: expected at most max_num_seqs 4, got 5" in str(error.value)
 
 
 def test_a_configuration_that_cannot_be_loaded_is_an_error(checkpoint: Path) -> None:
@@ -132,6 +129,17 @@ def test_misuse_of_the_command_is_explained(capsys: pytest.CaptureFixture[str]) 
     ):
         assert main(["audit", flag, "0"]) == 2
         assert f"{flag}: expected {accepted}, got 0" in capsys.readouterr().err
+    flags = "--lengths 64,abc --concurrency 0 --repeats 0 --limit -1 --dtype x --block-size 0"
+    assert main(["audit", *flags.split()]) == 2
+    told = capsys.readouterr().err
+    for flag in flags.split()[::2]:
+        assert f"{flag}: expected" in told
+    assert (
+        main(["audit", "--lengths", "a", "--max-num-seqs", "9", "--max-batched-tokens", "5"]) == 2
+    )
+    told = capsys.readouterr().err
+    assert "--lengths: expected" in told
+    assert "max_batched_tokens: expected at least 10, got 5" in told
 
 
 def test_the_command_audits_the_engine_that_its_flags_describe(
@@ -144,7 +152,7 @@ def test_the_command_audits_the_engine_that_its_flags_describe(
         given.append(options)
         assert path == checkpoint
         assert load == Load((5, 7), (2,), 3, 1, limit=60.0)
-        return {"model": "m", "machine": "", "load": {"repeats": 1}, "rows": [], "logprobs": {}, "skipped": {}}  # fmt: skip
+        return {"model": "m", "machine": "", "load": {"repeats": 1}, "rows": [], "logprobs": {}, "skipped": {}, "left_out": {}}  # fmt: skip
 
     monkeypatch.setattr(engine.audit, "audit", note)
     flags = "--device cpu --max-num-seqs 4 --block-size 32 --prefix-cache off --speculation auto"
@@ -158,60 +166,3 @@ def test_the_command_audits_the_engine_that_its_flags_describe(
     ]
     assert (tmp_path / "report.md").read_text().startswith("# Audit of m")
     assert main(["audit", "--record-routing", "x"]) == 2
-
-
-@pytest.mark.parametrize("other", ["off", "on"])
-def test_what_a_gpu_alone_has_is_a_switch_there(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs, fused kernels and lookahead are turned over whichever way they are; a CPU has but the last."""
-    is_on = other == "off"
-    options = EngineConfig(
-        device="auto",
-        runner="fast",
-        graphs=None if is_on else False,
-        kernels="auto" if is_on else "torch",
-        lookahead=is_on,
-    )
-    monkeypatch.setattr("engine.audit._on_gpu", lambda options: True)
-    found = variants(options, has_tail=False)
-    assert found[f"graphs {other}"] == dataclasses.replace(options, graphs=not is_on)
-    kernels = "torch" if is_on else "triton"
-    assert found[f"fused kernels {other}"] == dataclasses.replace(options, kernels=kernels)
-    assert found[f"lookahead {other}"] == dataclasses.replace(options, lookahead=not is_on)
-    monkeypatch.setattr("engine.audit._on_gpu", lambda options: False)
-    names = variants(options, has_tail=False)
-    assert not any("graphs" in name or "kernels" in name for name in names)
-    assert f"lookahead {other}" in names
-
-
-def test_paging_is_a_switch() -> None:
-    """Paged experts are compared with resident ones, whichever is configured; the reference has none."""
-    fast = dataclasses.replace(OPTIONS, runner="fast")
-    found = variants(fast, has_tail=False, slots=4)
-    paged = found["experts paged, 4 slots"]
-    assert paged == dataclasses.replace(fast, expert_slots=4)
-    ahead = found["experts paged, 4 slots, prefetch"]
-    assert ahead == dataclasses.replace(paged, expert_prefetch=True)
-    some = dataclasses.replace(paged, resident_layers=1)
-    found = variants(some, has_tail=False, slots=4)
-    assert found["all experts resident"] == fast
-    assert found["prefetch of experts on"] == dataclasses.replace(some, expert_prefetch=True)
-    found = variants(ahead, has_tail=False, slots=4)
-    assert found["all experts resident"] == fast
-    assert found["prefetch of experts off"] == paged
-    files = dataclasses.replace(some, expert_host_gb=1)
-    assert not any("prefetch" in name for name in variants(files, has_tail=False, slots=4))
-    assert not any("experts" in name for name in variants(OPTIONS, has_tail=False, slots=4))
-
-
-def test_speculation_is_a_switch() -> None:
-    """Drafts are compared with none where the model has draft stages, and the other way round."""
-    fast = dataclasses.replace(OPTIONS, runner="fast")
-    found = variants(fast, has_tail=False, drafter="mtp")
-    assert found["speculation mtp"] == dataclasses.replace(fast, speculation="mtp")
-    assert not any("speculation" in name for name in variants(fast, has_tail=False))
-    assert not any("speculation" in n for n in variants(OPTIONS, has_tail=False, drafter="mtp"))
-    drafting = dataclasses.replace(fast, speculation="mtp")
-    found = variants(drafting, has_tail=False, drafter="mtp")
-    assert found["speculation off"] == fast

@@ -210,6 +210,10 @@ def test_the_command_says_who_gets_what(
         ("--context 1", "--context: expected a whole number of at least 2, got 1"),
         ("--context 9999", "--context: the model's context is 4096 tokens, got 9999"),
         ("--concurrency 0", "--concurrency: expected a whole number of at least 1, got 0"),
+        (
+            "--gpu-gb 0 --context 9999",
+            "--gpu-gb: expected a number of gigabytes above 0, got 0.0; --context: the model's",
+        ),
         ("--paged --context 9999", "--context: the model's context is 4096 tokens, got 9999"),
         ("--model /nonexistent", "/nonexistent: there is no such folder"),
     ],
