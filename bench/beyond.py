@@ -7,14 +7,16 @@ are drawn from a seed; the tokenizer is that of the checkpoint that ships, so id
 are taken modulo its size. Decode steps are routed by a trace (bench.paged_model) whose choices lie in
 the K experts used last with probability h; prompts by the routers themselves.
 
-Row, bench "beyond": tok_s between the first and the last piece of the reply, ttft_ms, hit_rate of the
-reply's steps as the slots counted it, load_s, pin_gb_s, peaks of both sides' memory.
+Row, bench "beyond": tok_s between the first and the last piece of the reply, ms_step between one piece
+and the next, ttft_ms, hit_rate of the reply's steps as the slots counted it, offloaded_gb, load_s,
+pin_gb_s, peaks of both sides' memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -28,10 +30,12 @@ import orjson
 import torch
 
 from bench.driven import config_of
+from bench.geometries import QWEN
 from bench.paged_model import Injected, peaks, reuse_trace
-from bench.rows import make_rows, write_rows
+from bench.rows import make_rows, spread, write_rows
 from engine import TINY_CHECKPOINT
 from engine.api import GenerateRequest, TokenDelta
+from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
@@ -74,6 +78,7 @@ class Beyond(EmbeddedBackend):
         device = torch.device(a.device)
         on_gpu = device.type == "cuda"
         config = config_of(a.geometry)
+        assert isinstance(config, ModelConfig)
         layers = range(a.resident_layers, config.num_hidden_layers)
         model = random_fast_model(
             config, kernels="triton" if on_gpu else "torch", device=device, max_model_len=CONTEXT,
@@ -100,6 +105,7 @@ class Beyond(EmbeddedBackend):
         self.ready = {
             "load_s": round(time.perf_counter() - begin, 1),
             "host_gb": round(store / 1e9, 2),
+            "offloaded_gb": round((store - sum(p.nbytes for p in paged)) / 1e9, 2),
             "pin_gb_s": round(store / 1e9 / pin, 2) if pin else None,
         }
         held = sum(e.nbytes for e in model.experts)
@@ -140,7 +146,7 @@ def ask(url: str, model: str, tokens: int) -> dict[str, Any]:
                 usage = piece.get("usage") or usage
                 if any(choice.get("text") for choice in piece["choices"]):
                     came.append(time.perf_counter())
-    return {"begin": begin, "first": came[0], "last": came[-1], "usage": usage}
+    return {"begin": begin, "came": came, "usage": usage}
 
 
 def measure(args: argparse.Namespace, backend: Beyond, url: str) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def measure(args: argparse.Namespace, backend: Beyond, url: str) -> dict[str, An
     before = backend.counts()
     found = ask(url, backend.info.name, args.tokens)
     hits, misses = (b - a for a, b in zip(before, backend.counts(), strict=True))
-    count = found["usage"]["completion_tokens"]
+    count, came = found["usage"]["completion_tokens"], found["came"]
     return {
         "bench": "beyond",
         "geometry": args.geometry,
@@ -160,8 +166,9 @@ def measure(args: argparse.Namespace, backend: Beyond, url: str) -> dict[str, An
         "new_tokens": count,
         "slots": args.slots,
         "resident_layers": args.resident_layers,
-        "tok_s": round((count - 1) / (found["last"] - found["first"]), 1),
-        "ttft_ms": round((found["first"] - found["begin"]) * 1e3, 1),
+        "tok_s": round((count - 1) / (came[-1] - came[0]), 1),
+        "ms_step": spread([(b - a) * 1e3 for a, b in itertools.pairwise(came)]),
+        "ttft_ms": round((came[0] - found["begin"]) * 1e3, 1),
         "hit_rate": round(hits / (hits + misses), 4),
         **backend.ready,
         **peaks(),
@@ -183,6 +190,8 @@ def main() -> None:
         "--out", default="", help="file of rows under bench/results, none by default"
     )
     args = parser.parse_args()
+    if args.geometry == QWEN:  # bench.paged has it, behind no gateway
+        parser.error(f"--geometry: expected one of DeepSeek's shapes, got {QWEN}")
     options = EngineConfig(
         max_model_len=CONTEXT, max_num_seqs=1, max_batched_tokens=512, block_size=BLOCK,
         num_blocks=CONTEXT // BLOCK, prefix_cache=False,
