@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -338,28 +339,36 @@ def _load_fast(
 
 
 def _log_captured(runner: FastRunner) -> None:
-    for bucket in runner.graphs.captured:
-        _log_bucket("decode step", bucket)
+    log_buckets("decode step", runner.graphs.captured)
     if runner.speculation is not None:
         logger.info("drafts of %d tokens", runner.num_drafts)
-        for bucket in runner.speculation.graphs.captured:
-            _log_bucket("speculative step", bucket)
+        log_buckets("speculative step", runner.speculation.graphs.captured)
     for what, graphs in (("tail", runner.prompts.tails), ("prompt", runner.prompts.graphs)):
         if graphs is not None:
             logger.info("%ss: buffers of %.1f MB", what, graphs.buffer_bytes / 1e6)
-            for bucket in graphs.captured:
-                _log_bucket(what, bucket)
+            log_buckets(what, graphs.captured)
 
 
-def _log_bucket(what: str, bucket: Captured) -> None:
-    logger.info(
-        "%s of %d rows: %.2f s, %.1f MB, %d fused operations",
-        what,
-        bucket.bucket,
-        bucket.seconds,
-        bucket.pool_bytes / 1e6,
-        len(bucket.kernels),
-    )
+def log_buckets(what: str, captured: Sequence[Captured]) -> None:
+    """Log what each bucket took, and once for all that agree which operations run fused in them.
+
+    Args:
+        what: the noun for one of them.
+        captured: buckets.
+    """
+    alike: dict[frozenset[str], list[str]] = {}
+    for bucket in captured:
+        logger.info(
+            "%s of %d rows: %.2f s, %.1f MB",
+            what,
+            bucket.bucket,
+            bucket.seconds,
+            bucket.pool_bytes / 1e6,
+        )
+        alike.setdefault(bucket.kernels, []).append(str(bucket.bucket))
+    for kernels, rows in alike.items():
+        fused = ", ".join(sorted(kernels)) or "none"
+        logger.info("%s of %s rows: fused operations: %s", what, ", ".join(rows), fused)
 
 
 def _log_paging(paging: Paging, runner: FastRunner) -> None:
