@@ -13,6 +13,8 @@ STEPS = {1: (1.30, 3.25), 4: (1.80, 3.36), 16: (3.20, 3.94), 64: (7.0, 9.27)}
 PROMPTS = {1024: 32, 8192: 139, 32768: 517, 65536: 1030}
 #: start -> seconds to the first token: issue 5's target, and vLLM's.
 STARTS = {"first": (180, "over 480"), "second": (40, "62")}
+#: Shapes whose starts are shown, and the file of each.
+STARTED = {"v4-flash-8l": "gpu-start", "v41-8l": "gpu-start-v41-8l"}
 #: A step at 64k of context is to last at most so many short ones.
 LONG = 1.15
 #: Milliseconds to the first token of 500 new tokens after 64k that are cached.
@@ -34,7 +36,7 @@ def gpu(read: Read, source: Callable[[Row], str]) -> str:
         (_prompts(read, "v4-flash-8l"), _prompts_file(read, "v4-flash-8l")),
         (_engine(read, "v41-8l"), "gpu-engine-v41-8l"),
         (_prompts(read, "v41-8l"), _prompts_file(read, "v41-8l")),
-        (_starts(read), "gpu-start"),
+        *((_starts(read, shape), name) for shape, name in STARTED.items()),
         (_ablation(read), "gpu-ablation-v4-flash-8l"),
         (_greedy(read), "gpu-greedy-tiny"),
         (_peers(read), "gpu-peers"),
@@ -188,17 +190,24 @@ def _load(rows: list[Row]) -> list[str]:
     return found
 
 
-def _starts(read: Read) -> list[str]:
-    rows = {r["mode"]: r for r in read("gpu-start")}
+def _starts(read: Read, shape: str) -> list[str]:
+    rows = {r["mode"]: r for r in read(STARTED[shape])}
     if not rows:
         return []
-    lines = ["| start to first token, s | measured | target | vLLM 0.26.0 |", "|---|---|---|---|"]
+    is_v4 = shape.startswith("v4-")
+    lines = [
+        f"| start to first token, `{shape}`, s | measured | target |"
+        + (" vLLM 0.26.0 |" if is_v4 else ""),
+        "|---|---|---|" + ("---|" if is_v4 else ""),
+    ]
     names = {"first": "the first ever", "second": "with compiled kernels"}
     for mode, (target, theirs) in STARTS.items():
         if mode in rows:
             row = rows[mode]
             text = met(f"{row['seconds']:.0f}", row["seconds"] <= target)
-            lines.append(f"| {names[mode]} | {text} | {target} | {theirs} |")
+            lines.append(
+                f"| {names[mode]} | {text} | {target} |" + (f" {theirs} |" if is_v4 else "")
+            )
     return lines
 
 
@@ -206,15 +215,18 @@ def _ablation(read: Read) -> list[str]:
     rows = [r for r in read("gpu-ablation-v4-flash-8l") if r["bench"] == "decode"]
     if not rows:
         return []
-    rows += [
+    fused = [
         r
         for r in read("gpu-engine-v4-flash-8l")
         if r["bench"] == "decode" and r["prompt_tokens"] == 128
     ]
+    kinds = {", ".join(sorted({r["mode"] for r in part})): part for part in (rows, fused) if part}
+    lengths = "; ".join(f"{modes}: {_lengths(part)}" for modes, part in kinds.items())
+    rows = [*rows, *fused]
     lines = [
         "What graphs and fusion gain (`v4-flash-8l`): `eager` launches torch's operations one by one, `graph` "
         "replays them captured, `fused` replays the kernels; experts are ours in all three, since torch has "
-        "nothing that reads FP4:",
+        f"nothing that reads FP4. Prompt and new tokens of a stream, fewer where steps take long: {lengths}:",
         "",
         "| mode | batch | step, ms | kernels a layer | host, us a step |",
         "|---|---|---|---|---|",
@@ -226,6 +238,12 @@ def _ablation(read: Read) -> list[str]:
             f"{row['kernels'] / 8:.0f} | {row['host_us']['median']:.0f} |"
         ]
     return [*lines, *_fusion(rows)]
+
+
+def _lengths(rows: list[Row]) -> str:
+    """Prompt and new tokens of streams."""
+    pairs = sorted({(r["prompt_tokens"], r["new_tokens"]) for r in rows})
+    return ", ".join(f"{prompt} and {new}" for prompt, new in pairs)
 
 
 def _fusion(rows: list[Row]) -> list[str]:

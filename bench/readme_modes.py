@@ -20,8 +20,8 @@ RESIDENT = {1: (450, 242), 4: (800, 621), 16: (1450, 1319), 64: (3700, 3635)}
 RESIDENT_PROMPT, BEYOND = 158, 100
 #: A prompt over paged experts, in the longer of its copying and its computing.
 LONGER = 1.10
-#: Shapes that draft: V4.1 by DSpark, V4 by MTP; and how many times plain decoding is issue 5's target.
-SPECULATED, GAIN = ("v41-8l", "v4-flash-8l"), 2
+#: Shapes that draft, V4.1 by DSpark and V4 by MTP -> how many times plain decoding is issue 5's target.
+SPECULATED: dict[str, int | None] = {"v41-8l": 2, "v4-flash-8l": None}
 WAYS = {
     "cpu": "misses computed on the CPU by torch at h = 0.9",
     "stream": "layers copied whole each step",
@@ -34,10 +34,11 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
         (_replay(read), "gpu-replay-v41-40l"),
         *((_replay_many(read, name), name) for name in REPLAY_MANY),
         (_replay_parts(read), "gpu-replay-v41-40l-tails"),
-        (_resident(read), "gpu-resident-qwen"),
+        (_resident(read), _resident_file(read)),
         (_paged(read), "gpu-paged-qwen"),
         (_other_ways(read), "gpu-paged-qwen-baselines"),
         (_prefetch(read), "gpu-paged-prefetch-qwen"),
+        (_pins(read), "gpu-paged-pins-qwen"),
         (_in_fp8(read), "gpu-paged-qwen-fp8"),
         (_sweep(read), "gpu-paged-sweep-qwen"),
         (_beyond(read), "gpu-paged-v4-flash-43l"),
@@ -130,28 +131,40 @@ def _replay_parts(read: Read) -> list[str]:
     return lines
 
 
+def _resident_file(read: Read) -> str:
+    """The file of Qwen's resident rows: of the whole engine, or of the device's steps alone."""
+    return "gpu-engine-qwen" if read("gpu-engine-qwen") else "gpu-resident-qwen"
+
+
 def _resident(read: Read) -> list[str]:
-    found = read("gpu-resident-qwen")
-    rows = {r["batch"]: r for r in found if r["bench"] == "paged"}
+    name = _resident_file(read)
+    found = read(name)
+    rows = {r["batch"]: r for r in found if r["bench"] in ("decode", "paged")}
     if not rows:
         return []
+    how = (
+        "through the whole engine: 128-token prompts, 256 new tokens, greedy"
+        if name == "gpu-engine-qwen"
+        else "the device's steps alone, without scheduler, sampler and readback"
+    )
     lines = [
-        "Qwen3-30B-A3B in bfloat16, all on the GPU, tokens per second:",
+        f"Qwen3-30B-A3B in bfloat16, all on the GPU, {how}; tokens per second:",
         "",
-        "| batch | measured | target | vLLM 0.26.0 |",
-        "|---|---|---|---|",
+        "| batch | measured | target | of the bound | vLLM 0.26.0 |",
+        "|---|---|---|---|---|",
     ]
     for batch, (target, peer) in RESIDENT.items():
         if batch in rows:
-            speed = rows[batch]["tok_s"]
-            lines.append(
-                f"| {batch} | {met(f'{speed:.0f}', speed >= target)} | {target} | {peer} |"
-            )
+            row = rows[batch]
+            speed = row["tok_s"]["median"] if isinstance(row["tok_s"], dict) else row["tok_s"]
+            text = met(f"{speed:.0f}", speed >= target)
+            share = f"{100 * row['bound_share']:.0f} %" if "bound_share" in row else ""
+            lines.append(f"| {batch} | {text} | {target} | {share} | {peer} |")
     for r in found:
-        if r["bench"] == "paged_prompt" and r["prompt_tokens"] == 8192:
+        if r["bench"] in ("ttft", "paged_prompt") and r["prompt_tokens"] == 8192:
             first = r["ttft_ms"]
             text = met(spread(first, 0), first["median"] <= RESIDENT_PROMPT)
-            lines.append(f"| first token of 8192 tokens, ms | {text} | {RESIDENT_PROMPT} | |")
+            lines.append(f"| first token of 8192 tokens, ms | {text} | {RESIDENT_PROMPT} | | |")
     return lines
 
 
@@ -162,8 +175,8 @@ def _paged(read: Read) -> list[str]:
         return []
     lines = [
         f"The same with {rows[0]['offloaded_gb']:.0f} GB of it off the GPU ({rows[0]['slots']} of 128 "
-        "experts a layer in slots), by the hit rate that the slots counted; vLLM 0.26.0 with "
-        "cpu_offload_gb=40 gives 11.9 tokens per second:",
+        "experts a layer in slots), captured steps alone, by the hit rate that the slots counted; vLLM "
+        "0.26.0 with cpu_offload_gb=40 gives 11.9 tokens per second:",
         "",
         "| hit rate | tokens/s | target | to the formula |",
         "|---|---|---|---|",
@@ -174,8 +187,26 @@ def _paged(read: Read) -> list[str]:
         text = f"{speed:.0f}" if near is None else met(f"{speed:.0f}", speed >= near)
         ratio = met(f"{over:.2f}x", over <= 1.15)
         lines.append(f"| {row['hit_rate']:.3f} | {text} | {near or ''} | {ratio} |")
+    lines += _formula(rows[0])
     four = _to_formula([r for r in found if r["bench"] == "paged" and r["batch"] == 4])
     return [*lines, "", f"Four sequences at once: {four}."] if four else lines
+
+
+def _formula(row: Row) -> list[str]:
+    """What the formula's resident step is."""
+    if "full_hit_ms" not in row:  # as rows were made at first
+        step = "the paged model's own with every choice in a slot"
+    else:
+        ratio = row["full_hit_ms"] / row["resident_ms"]
+        step = (
+            f"{row['resident_ms']:.2f} ms, of the same model wholly on the GPU in the same run; paged, with "
+            f"every choice in a slot, it takes {ratio:.2f} times as long"
+        )
+    return [
+        "",
+        f"The formula: the resident step ({step}), and what is missed at 51 GB/s. A step can take less than "
+        "that sum: products of a single row read missing experts over the bus while others are computed.",
+    ]
 
 
 def _to_formula(rows: list[Row]) -> str:
@@ -209,6 +240,23 @@ def _prefetch(read: Read) -> list[str]:
     return [f"Prefetch at {rows[0]['trace']}, tokens per second to those without: {text}."]
 
 
+def _pins(read: Read) -> list[str]:
+    """What loading costs where experts stay on the GPU, beside the same without."""
+    rows = {0: read("gpu-paged-qwen"), 1: read("gpu-paged-pins-qwen")}
+    if not rows[1]:
+        return []
+    pins = rows[1][0]["pins"]
+    ways = {f"{pins} experts of each layer staying on the GPU": rows[1][0]}
+    if rows[0]:
+        ways["none"] = rows[0][0]
+    text = "; ".join(
+        f"with {way} {r['load_s']:.1f} s, of it {r['pin_s']:.1f} s of pinning {r['host_gb']:.0f} GB "
+        f"({r['pin_gb_s']:.2f} GB/s)"
+        for way, r in ways.items()
+    )
+    return [f"Loading: {text}."]
+
+
 def _in_fp8(read: Read) -> list[str]:
     rows = [r for r in read("gpu-paged-qwen-fp8") if r["trace"] != "reuse 1.0"]
     if not rows:
@@ -227,8 +275,9 @@ def _sweep(read: Read) -> list[str]:
     for r in found:
         if r["bench"] == "paged_prompt":
             over = met(f"{r['over_longer']:.2f}x", r["over_longer"] <= LONGER)
+            found_there = f", at h {r['hit_rate']:.3f}" if "hit_rate" in r else ""
             lines.append(
-                f"A prompt of {r['prompt_tokens']} tokens at K = {r['slots']}: "
+                f"A prompt of {r['prompt_tokens']} tokens at K = {r['slots']}{found_there}: "
                 f"{r['ttft_ms']['median']:.0f} ms, {over} of the longer of copying "
                 f"({r['copy_ms']:.0f} ms) and computing ({r['compute_ms']:.0f} ms), target {LONGER}x."
             )
@@ -242,9 +291,16 @@ def _beyond(read: Read) -> list[str]:
         return []
     row = rows[0]
     text = met(f"{row['tok_s']:.0f} tokens per second", row["tok_s"] >= BEYOND)
+    others = "; ".join(
+        f"{r['tok_s']:.0f} at h {r['hit_rate']:.3f}"
+        for r in found
+        if r["bench"] == "paged" and r is not row
+    )
     return [
         f"V4-Flash whole, 43 layers (`v4-flash-43l`), {row['offloaded_gb']:.0f} GB of its experts off the "
-        f"GPU: {text} at a hit rate of {row['hit_rate']:.3f} (target {BEYOND}){_memory(row)}.",
+        f"GPU: {text} at a hit rate of {row['hit_rate']:.3f} (target {BEYOND})"
+        + (f", {others}" if others else "")
+        + f"{_memory(row)}.",
     ]
 
 
@@ -274,27 +330,31 @@ def _served(read: Read) -> list[str]:
 
 def _speculation(read: Read, shape: str) -> list[str]:
     found = []
+    gain = SPECULATED[shape]
     for row in read(f"gpu-speculate-{shape}"):
         speed, times = row["tok_s"]["median"], row["times_plain"]
+        text = met(f"{times:.2f}x", gain is not None and times >= gain)
         found.append(
             f"Speculation, `{shape}`, batch {row['batch']}, drafts of {row['block']}, {row['mode']} (for speed "
-            f"only): {speed:.0f} tokens per second, {met(f'{times:.2f}x', times >= GAIN)} of plain decoding "
-            f"(target {GAIN}x{_most(row)})."
+            f"only): {speed:.0f} tokens per second, {text} of plain decoding{_most(row, gain)}."
         )
     return found
 
 
-def _most(row: Row) -> str:
-    """Why the target may be out of reach: what a step has to read."""
-    bound = row.get("times_plain_at_bound")
-    if bound is None:
-        return ""
-    reach = "" if bound >= GAIN else f"; {GAIN}x is out of reach here"
-    experts = row.get("experts_over_plain")
-    why = (
-        ""
-        if experts is None
-        else f": random weights route rows apart, and the {row['block'] + 1} rows of a request read "
-        f"{experts:.1f} times the experts of one"
+def _most(row: Row, gain: int | None) -> str:
+    """The target, and how near the memory bound steps are and would have to be for it."""
+    target = ""
+    if gain is not None:
+        step = row["acceptance_length"] * row["plain_ms_step"]["median"] / gain
+        share = row["bound_ms"] / step
+        target = (
+            f"target {gain}x: steps of {step:.2f} ms, at {100 * share:.0f} % of the memory bound"
+            f"{', out of reach here' if share > 1 else ''}; "
+        )
+    plain = row["plain_bound_ms"] / row["plain_ms_step"]["median"]
+    return (
+        f" ({target}{row['ms_step']['median']:.2f} ms now, at {100 * row['bound_share']:.0f} %; plain decoding is "
+        f"at {100 * plain:.0f} %; were both at their bounds, {row['times_plain_at_bound']:.2f}x, since random "
+        f"weights route rows apart, and the {row['block'] + 1} rows of a request read "
+        f"{row['experts_over_plain']:.1f} times the experts of one)"
     )
-    return f"{reach}; {bound:.2f}x if both read what they must at 4.43 TB/s{why}"
