@@ -247,10 +247,12 @@ def take(x: Tensor, ws: Sequence[Matrix], group: int) -> bool:
 def choose(rows: int, ws: Sequence[Matrix], *, parts: bool) -> Cut:
     """How to cut a product of T rows, from host shapes alone."""
     if not parts:
-        return Cut(128, 1, 3, 8) if ws[0].block < 128 and rows > 32 else Cut(64, 1, 4, 4)
+        if ws[0].block < 128:
+            return Cut(128, 1, 3, 8) if rows > 32 else Cut(64, 1, 4, 4)
+        return Cut(64, 1, 3, 4) if rows > 32 else Cut(128, 1, 3, 4)
     tiles, steps = ws[0].shape[0] // 64, ws[0].shape[1] // 128
     split = max(1, min(8, 264 // tiles, steps // 2))
-    stages = 6 if rows > 32 else 4
+    stages = 6 if rows > 32 and ws[0].block < 128 else 4
     return Cut(64, triton.cdiv(steps, triton.cdiv(steps, split)), stages, 4)
 
 

@@ -34,6 +34,12 @@ OVERLAP_ROWS = 32
 LEFT_ROWS, _LEFT_COLUMNS = 32, 16384
 #: Most shares of K that a kernel adds up.
 _MOST_SHARES = 8
+#: Bytes of plain weights, at most, that a launch asks for while it waits.
+AHEAD = 32 << 20
+#: Most columns of a result that few programs make.
+_LOW = 2048
+#: Most steps of a program that unpacks FP8 as the left operand: each takes 1.3 us, one after the other.
+_MOST_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,8 @@ def choose(job: Job, share: float = 1.0) -> Config:
     bt, bn, stages, programs = 16, 128, 4, _PROGRAMS * share
     if job.w.kind == "fp8":
         bk = 128
+        if rows <= 16 and n <= _LOW and job.w.block >= bk and job.out_group <= 64:
+            bn = 64  # more programs that read fewer bytes in a row
     else:
         bk = 128 // job.w.data.element_size()
         bn = 64 if rows <= 32 else 128
@@ -121,9 +129,16 @@ def choose(job: Job, share: float = 1.0) -> Config:
         bt, bn, bk, stages = 16, max(32, job.out_group), 32, 3
     if job.groups > 1:
         bn = min(bn, n // job.groups)
+    if job.out_group > 64 and not left:
+        programs /= 3 if rows <= 16 else 2  # fewer shares: rounding in groups waits for all
     tiles, steps = triton.cdiv(n, bn) * triton.cdiv(rows, bt), triton.cdiv(k, bk)
     most = 2 * _MOST_SHARES if job.out.dim() == 3 else _MOST_SHARES
     split = max(1, min(int(programs / tiles + left / 2), steps // 2, most))
+    if left and job.w.kind == "fp8" and job.out_group <= 64:
+        split = max(split, min(steps // _MOST_STEPS, most))
+    if bt == 16 and split == 1 and narrow and job.w.kind == "plain":
+        bk *= 2  # a large matrix: longer runs of each of its rows
+        steps = triton.cdiv(k, bk)
     return Config(bt, bn, bk, triton.cdiv(steps, triton.cdiv(steps, split)), stages, left)
 
 
@@ -155,6 +170,8 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
     overlap = overlaps(device) and rows <= OVERLAP_ROWS
     scratches, offsets, ends, shares, forms = [], [], list[int](), [], []
     used, most, large = 0, 1, any(config.bt == 64 for config in configs)
+    ahead = overlap and all(job.w.kind == "plain" for job in jobs)
+    ahead = ahead and sum(job.w.nbytes for job in jobs) <= AHEAD
     for job, config in zip(jobs, configs, strict=True):
         n, k = job.w.shape
         tiles = triton.cdiv(n, config.bn) * triton.cdiv(rows, config.bt)
@@ -172,7 +189,9 @@ def launch(jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         used += triton.cdiv(tiles, 4) * 4 if waits else 0  # aligned, as the compiler then knows
         ends.append((ends[-1] if ends else 0) + tiles * config.split)
         shares.append(share)
-        forms.append((job.w.block if job.w.kind == "fp8" else 0, even, parts, waits, job.out_group))
+        lines = triton.next_power_of_2(triton.cdiv(share * job.w.data.itemsize, 128))
+        block = job.w.block if job.w.kind == "fp8" else 0
+        forms.append((block, even, parts, waits, job.out_group, lines * ahead))
     gemv_kernel[(ends[-1],)](
         tuple(job.x for job in jobs),
         tuple(job.w.data for job in jobs),
