@@ -88,15 +88,36 @@ def test_parts_do_not_depend_on_slots_or_history(
         other.check_integrity()
 
 
-def test_padding_touches_nothing() -> None:
-    """A pass of padding alone moves no expert and its parts are the shared expert's (J8)."""
-    table, other = ops("torch"), paged("fp4", 2)
-    experts = torch.full((1, TOP_K), -1, dtype=torch.int32)
-    how = Routing(experts, torch.zeros(1, TOP_K), *table.group(experts, E))
-    parts = run(other, torch.randn(1, D), how)
-    assert (parts[:, :TOP_K] == 0).all()
-    assert (parts[:, TOP_K] != 0).any()
-    assert not any(other.state.counters.tolist()[1:])
+@settings(deadline=None, max_examples=25)
+@given(
+    slots=st.integers(TOP_K, E),
+    pads=st.lists(st.booleans(), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_padding_touches_nothing(slots: int, pads: list[bool], seed: int) -> None:
+    """Wherever rows pad: real rows get what they get alone, and nobody else's experts move (J8)."""
+    table, other = ops("torch"), paged("fp4", slots)
+    resident = Placement(device=CPU, pin=False).place(0, weights("fp4").__getitem__, E)
+    x, how = routing(table, len(pads), seed)
+    real = torch.tensor(pads).logical_not() & (how.experts[:, 0] >= 0)
+    experts = torch.where(real[:, None], how.experts, -1)
+    how = Routing(experts, how.weights * real[:, None], *table.group(experts, E))
+    before, held = other.read_residency(), other.slots.clone()
+
+    parts = run(other, x, how)
+
+    alone = Routing(experts[real], how.weights[real], *table.group(experts[real], E))
+    assert torch.equal(parts, run(resident, x, how))
+    torch.testing.assert_close(parts[real], run(resident, x[real], alone))
+    assert (parts[~real][:, :TOP_K] == 0).all()
+    assert (parts[~real][:, TOP_K] != 0).any(1).all(), "the shared expert's part is every row's"
+    after, wanted = other.read_residency(), set(experts[real].flatten().tolist())
+    assert set(after.slot_expert) <= set(before.slot_expert) | wanted
+    assert after.hits + after.misses == len(wanted)
+    if not wanted:
+        assert after.slot_expert == before.slot_expert
+        assert torch.equal(other.slots, held)
+    other.check_integrity()
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -248,15 +269,28 @@ def test_padding_that_is_not_masked_is_seen() -> None:
     assert (parts[:, :TOP_K] != 0).any()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_capture_depends_on_shapes_alone(rows: int) -> None:
-    """The one-wave path is taken by the number of pairs, whatever they are (J7)."""
-    table = ops("torch")
-    other = paged("plain", 4)
-    same = torch.zeros((rows, TOP_K), dtype=torch.int32)
-    for experts in (same, same - 1):
-        how = Routing(experts, torch.zeros(rows, TOP_K), *table.group(experts, E))
-        assert other.is_one_wave(how) is (rows * TOP_K <= 4)
+@settings(deadline=None, max_examples=25)
+@given(
+    slots=st.integers(TOP_K, E),
+    rows=st.integers(1, 5),
+    chosen=st.lists(st.integers(-1, E - 1), min_size=2, max_size=4),
+)
+def test_capture_depends_on_shapes_alone(slots: int, rows: int, chosen: list[int]) -> None:
+    """The host cuts a pass into waves by the number of its pairs, whatever they are (J7)."""
+    table, other = ops("torch"), paged("plain", slots)
+    cut: list[int] = []
+    waves = other._waves
+    other._waves = lambda *how: cut.append(1) or waves(*how)  # type: ignore[func-returns-value, method-assign]
+    one_wave = rows * TOP_K <= slots
+    for seed, expert in enumerate(chosen):
+        # A routing of its own, and one of all rows to one expert, or of padding alone.
+        x, how = routing(table, rows, seed)
+        same = torch.full((rows, TOP_K), expert, dtype=torch.int32)
+        for one in (how, Routing(same, torch.ones(rows, TOP_K), *table.group(same, E))):
+            cut.clear()
+            assert other.is_one_wave(one) is one_wave
+            run(other, x, one)
+            assert bool(cut) is not one_wave
 
 
 def test_stores_are_made_ahead_and_are_each_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
