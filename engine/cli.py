@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.architectures import read_config
 from engine.config import ModelConfig
-from engine.config_checks import CSA_RATIO
 from engine.memory import MemoryPlan, blocks_for_gpu, container_memory, plan_memory
-from engine.model.names import part
 from engine.options import EngineConfig, rule_of
 from engine.plan.replay import tail_problems
 from engine.speculation import speculation_problems
@@ -187,30 +184,11 @@ def _convert(source: Path, target: Path, architecture: str, config_name: str) ->
 
 
 def _inspect(folder: Path) -> int:
-    from engine.model.checkpoint import Checkpoint
+    from engine.inspection import inspect
 
-    checkpoint = Checkpoint(folder)
-    config = checkpoint.config
-    kinds = Counter(_kind(layer.ratio, config.is_v41) for layer in config.layers)
-    print(f"version   {config.version}")
-    print(f"layers    {len(config.layers)}: " + ", ".join(f"{n} {k}" for k, n in kinds.items()))
-    print(f"context   {config.max_position_embeddings} tokens")
-    print(f"tensors   {len(checkpoint.tensors)}, {checkpoint.nbytes:,} bytes")
-    sizes: Counter[str] = Counter()
-    for name, stored in checkpoint.tensors.items():
-        sizes[part(name)] += stored.nbytes
-    for what, size in sizes.most_common():
-        print(f"  {what:<20}{size:>18,}")
-    dtypes = Counter(t.dtype for t in checkpoint.tensors.values())
-    print("types     " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
-    unused = checkpoint.unused()
-    for reason, count in Counter(unused.values()).items():
-        print(f"unused    {count} tensors: {reason}")
-        for name in sorted(name for name, why in unused.items() if why == reason):
-            print(f"  {name}")
-    problems = checkpoint.problems()
-    for problem in problems:
-        print(f"problem   {problem}")
+    lines, problems = inspect(folder)
+    for line in (*lines, *(f"problem   {problem}" for problem in problems)):
+        print(line)
     return 1 if problems else 0
 
 
@@ -318,14 +296,6 @@ def _print_plan(plan: MemoryPlan) -> int:
     told = f"fits, {left:,} bytes left" if plan.fits else f"DOES NOT FIT, {-left:,} bytes short"
     print(f"verdict   {told}")
     return 0 if plan.fits else 1
-
-
-def _kind(ratio: int, is_v41: bool) -> str:
-    if ratio == 0:
-        return "window"
-    if is_v41:
-        return f"ratio {ratio}"
-    return "CSA" if ratio == CSA_RATIO else "HCA"
 
 
 if __name__ == "__main__":
