@@ -153,10 +153,7 @@ class Driven:
                 c.bucket: round(c.pool_bytes / 1e6, 1) for c in prompts.captured
             }
             self.start["prompt_capture_s"] = round(sum(c.seconds for c in prompts.captured), 2)
-        self._planned: int | None = None  # engine.memory plans DeepSeek's models
-        if isinstance(config, ModelConfig):
-            plan = plan_memory(config, options, itemsize=2, budget=None, packed=True)
-            self._planned = plan.nbytes
+        self._planned = plan_memory(config, options, itemsize=2, budget=None, packed=True).nbytes
         self.start |= self.memory()
         self._time_waits()
         self._options, self.context = options, context
@@ -168,22 +165,18 @@ class Driven:
         self._made = 0
 
     def memory(self) -> dict[str, float]:
-        """Gigabytes that are held, and were at most since this was last asked, beside the plan's.
-
-        Of a CPU only the plan's, of Qwen's models no plan's.
-        """
-        found: dict[str, float] = {}
-        planned, held, peak = self._planned, 0, 0
+        """Gigabytes that are held, and were at most since this was last asked, beside the plan's."""
+        found = {"planned_gb": round(self._planned / 1e9, 3)}
         if self._device == "cuda":
             held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-            found["held_gb"], found["peak_gb"] = round(held / 1e9, 3), round(peak / 1e9, 3)
-            found["reserved_gb"] = round(torch.cuda.memory_reserved() / 1e9, 3)
+            found |= {
+                "held_gb": round(held / 1e9, 3),
+                "peak_gb": round(peak / 1e9, 3),
+                "reserved_gb": round(torch.cuda.memory_reserved() / 1e9, 3),
+                "held_over_planned": round(held / self._planned, 4),
+                "peak_over_planned": round(peak / self._planned, 4),
+            }
             torch.cuda.reset_peak_memory_stats()
-        if planned is not None:
-            found["planned_gb"] = round(planned / 1e9, 3)
-            if held:
-                found["held_over_planned"] = round(held / planned, 4)
-                found["peak_over_planned"] = round(peak / planned, 4)
         return found
 
     def _time_waits(self) -> None:
