@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine import TINY_CHECKPOINT
 from engine.api import EngineError
-from engine.architectures import read_config
+from engine.architectures import AnyConfig, read_config
 from engine.config import ModelConfig
 from engine.memory import MemoryPlan, blocks_for_gpu, container_memory, plan_memory
 from engine.options import EngineConfig, rule_of
@@ -193,7 +193,8 @@ def _inspect(folder: Path) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    most = read_config(args.model).max_position_embeddings
+    config = read_config(args.model)
+    most = config.max_position_embeddings
     problems = [
         f"{flag}: expected a number of gigabytes above 0, got {value}"
         for flag, value in (("--gpu-gb", args.gpu_gb), ("--host-gb", args.host_gb))
@@ -207,29 +208,15 @@ def _plan(args: argparse.Namespace) -> int:
             problems.append(f"{flag}: expected a whole number of at least {least}, got {count}")
     if args.context is not None and args.context > most:
         problems.append(f"--context: the model's context is {most} tokens, got {args.context}")
+    paged = args.paged or args.trace is not None
+    problems += _beside_paging(args) if paged else _beside_residents(args, config)
     if problems:
         raise ValueError("; ".join(problems))
-    if args.paged or args.trace is not None:
-        return _plan_slots(args)
-    if args.out is not None:
-        raise ValueError("--out: expected --paged or --trace beside it, got none")
-    config = read_config(args.model)
-    if args.tail_graphs and args.gpu_gb is None:
-        raise ValueError("--tail-graphs: expected --gpu-gb beside it, got none")
-    why = ["every layer of this model processes every row"]
-    if isinstance(config, ModelConfig):
-        why = list(tail_problems(config))
-    if args.tail_graphs and why:
-        raise ValueError(
-            f"--tail-graphs: expected a model whose late layers can leave rows out, got {why[0]}"
-        )
+    if paged:
+        return _plan_slots(args, config)
     options = EngineConfig(
         max_model_len=args.context, tail_graphs=args.tail_graphs, speculation=args.speculation
     )
-    if args.speculation != "off" and args.gpu_gb is None:
-        raise ValueError("--speculation: expected --gpu-gb beside it, got none")
-    for problem in speculation_problems(config, options):
-        raise ValueError(f"--{problem.what}: expected {problem.accepted}, got {problem.seen}")
     if args.concurrency is not None:
         rows = options.resolve_max_batched_tokens(on_gpu=args.gpu_gb is not None)
         rows = max(rows, args.concurrency + 1)
@@ -251,11 +238,37 @@ def _plan(args: argparse.Namespace) -> int:
     return _print_plan(plan)
 
 
-def _plan_slots(args: argparse.Namespace) -> int:
+def _beside_paging(args: argparse.Namespace) -> Iterator[str]:
+    """Say what of the flags does not go with a plan of slots."""
+    if args.speculation != "off":
+        yield f"--speculation: expected off beside paged experts, got {args.speculation}"
+    if args.tail_graphs:
+        yield "--tail-graphs: expected none beside paged experts, got it"
+
+
+def _beside_residents(args: argparse.Namespace, config: AnyConfig) -> Iterator[str]:
+    """Say what of the flags does not go with a plan whose experts are all on the device."""
+    if args.out is not None:
+        yield "--out: expected --paged or --trace beside it, got none"
+    for flag, given in (
+        ("--tail-graphs", args.tail_graphs),
+        ("--speculation", args.speculation != "off"),
+    ):
+        if given and args.gpu_gb is None:
+            yield f"{flag}: expected --gpu-gb beside it, got none"
+    why = ["every layer of this model processes every row"]
+    if isinstance(config, ModelConfig):
+        why = list(tail_problems(config))
+    if args.tail_graphs and why:
+        yield f"--tail-graphs: expected a model whose late layers can leave rows out, got {why[0]}"
+    for problem in speculation_problems(config, EngineConfig(speculation=args.speculation)):
+        yield f"--{problem.what}: expected {problem.accepted}, got {problem.seen}"
+
+
+def _plan_slots(args: argparse.Namespace, config: AnyConfig) -> int:
     from engine.paging_plan import Wish, report
     from engine.routing_trace import read_trace
 
-    config = read_config(args.model)
     limit = container_memory()
     host = limit if args.host_gb is None else int(args.host_gb * 1e9)
     if host is None or args.gpu_gb is None:

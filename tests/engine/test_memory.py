@@ -215,6 +215,10 @@ def test_the_command_says_who_gets_what(
             "--gpu-gb: expected a number of gigabytes above 0, got 0.0; --context: the model's",
         ),
         ("--paged --context 9999", "--context: the model's context is 4096 tokens, got 9999"),
+        (
+            "--paged --speculation mtp --tail-graphs --gpu-gb 1 --host-gb 1",
+            "--speculation: expected off beside paged experts, got mtp; --tail-graphs: expected none",
+        ),
         ("--model /nonexistent", "/nonexistent: there is no such folder"),
     ],
 )
