@@ -215,7 +215,7 @@ JOBS = (
         "paged-v4-80gb",
         f"{BEYOND} --slots 72 --resident-layers 10 --gpu-budget-gb 80"
         " --hit 0.67,0.81,0.887,0.9,0.95 --steps 48 --out gpu-paged-v4-flash-43l-80gb",
-        130,
+        150,
     ),
     Job(
         "paged-fp8",
