@@ -7,6 +7,7 @@ the shared memory of the compiled kernel, which are known before it is launched 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import torch
 from engine.kernels.triton_compat import INTERPRETED, TRITON
 
 if TRITON:
+    from triton.runtime import driver
     from triton.runtime._async_compile import FutureKernel
 else:  # pragma: no cover
-    FutureKernel = None
+    driver = FutureKernel = None
 
 WARP = 32
 #: Registers of a multiprocessor, of 32 bits, on every GPU since Volta; a quarter for each of its four
@@ -34,23 +36,44 @@ SHARED_BESIDE = 1024
 _fitting: set[object] = set()
 
 
-def most_programs(device: Any, registers: int, shared: int, warps: int) -> int:
-    """Programs of a compiled kernel that a multiprocessor takes at once.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a GPU has for programs.
 
     Args:
-        device: properties, as torch gives them.
-        registers: of a thread.
-        shared: bytes of a program.
-        warps: of a program.
+        multiprocessors: how many.
+        threads: that one of them takes.
+        shared: bytes of shared memory that a program on it may have, if it is alone.
     """
-    of_a_warp = -(-registers // STEP) * STEP * WARP
-    bounds = (
-        PROGRAMS,
-        device.max_threads_per_multi_processor // (WARP * warps),
-        REGISTERS // PARTS // of_a_warp * PARTS // warps,
-        device.shared_memory_per_multiprocessor // (shared + SHARED_BESIDE),
-    )
-    return int(min(bounds))
+
+    multiprocessors: int
+    threads: int
+    shared: int
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """Programs of a compiled kernel that a multiprocessor takes at once.
+
+        Args:
+            registers: of a thread.
+            shared: bytes of a program.
+            warps: of a program.
+        """
+        of_a_warp = -(-registers // STEP) * STEP * WARP
+        return min(
+            PROGRAMS,
+            self.threads // (WARP * warps),
+            REGISTERS // PARTS // of_a_warp * PARTS // warps,
+            self.shared // (shared + SHARED_BESIDE),
+        )
+
+
+def room_of(device: torch.device) -> Room:
+    """The room that a GPU has."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = torch.cuda.get_device_properties(index)
+    # Torch does not say in all versions what shared memory there is.
+    shared: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return Room(found.multi_processor_count, found.max_threads_per_multi_processor, shared)
 
 
 def launch_at_once(
@@ -76,24 +99,20 @@ def launch_at_once(
         compiled = kernel.warmup(*args, grid=(programs,), **how)
         if isinstance(compiled, FutureKernel):
             return  # kernels are made ready, and none runs
-        _check(kernel.__name__, compiled, programs, torch.cuda.get_device_properties(device))
+        _check(kernel.__name__, compiled, programs, room_of(device))
         _fitting.add(what)
     kernel[(programs,)](*args, **how)
 
 
-def _check(name: str, compiled: Any, programs: int, device: Any) -> None:
+def _check(name: str, compiled: Any, programs: int, room: Room) -> None:
     compiled._init_handles()  # its registers are known when it is loaded
-    registers, shared, warps = (
-        compiled.n_regs,
-        compiled.metadata.shared,
-        compiled.metadata.num_warps,
-    )
-    each = most_programs(device, registers, shared, warps)
-    most = each * device.multi_processor_count
+    registers, meta = compiled.n_regs, compiled.metadata
+    each = room.programs(registers, meta.shared, meta.num_warps)
+    most = each * room.multiprocessors
     if programs > most:
         raise RuntimeError(
             f"{name}: its programs wait for one another and must be on the GPU at once: expected at"
-            f" most {most} ({each} on each of {device.multi_processor_count} multiprocessors, with"
-            f" {warps} warps, {registers} registers a thread and {shared} bytes of shared memory),"
-            f" got {programs}"
+            f" most {most} ({each} on each of {room.multiprocessors} multiprocessors, with"
+            f" {meta.num_warps} warps, {registers} registers a thread and {meta.shared} bytes of"
+            f" shared memory), got {programs}"
         )

@@ -291,12 +291,8 @@ def test_a_layout_beyond_a_multiprocessor_is_refused(fault: dict[str, int], said
         Layout(2, 2, **fault)
 
 
-#: What torch says of an H200.
-H200 = SimpleNamespace(
-    multi_processor_count=132,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_multiprocessor=233472,
-)
+#: What an H200 has.
+H200 = at_once.Room(multiprocessors=132, threads=2048, shared=232448)
 
 
 class Compiled:
@@ -324,7 +320,7 @@ def test_programs_that_do_not_fit_are_not_launched(monkeypatch: pytest.MonkeyPat
     """A grid is launched whose programs wait for some that the GPU has no room for (t5)."""
     monkeypatch.setattr(at_once, "INTERPRETED", False)
     monkeypatch.setattr(at_once, "_fitting", set())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    monkeypatch.setattr(at_once, "room_of", lambda device: H200)
     device = torch.device("cuda")
     each = LAYOUT.resident // LAYOUT.warps * 132
 
