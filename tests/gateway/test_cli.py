@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -145,6 +146,32 @@ class TestParse:
         assert f"bathyal: {out}: expected text in UTF-8: " in capsys.readouterr().err
 
 
+class Driver:
+    """What an NVIDIA driver of one GPU answers."""
+
+    def __init__(self, name: bytes, capability: tuple[int, int], nbytes: int) -> None:
+        self.name, self.capability, self.nbytes = name, capability, nbytes
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def cuDeviceGetName(self, buffer: Any, size: int, ordinal: int) -> int:
+        buffer.value = self.name
+        return 0
+
+    def cuDeviceTotalMem_v2(self, nbytes: Any, ordinal: int) -> int:
+        nbytes._obj.value = self.nbytes
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, ordinal: int) -> int:
+        value._obj.value = dict(zip((75, 76), self.capability, strict=True))[attribute]
+        return 0
+
+
 class TestDoctor:
     """`bathyal doctor` finds what would stop a start."""
 
@@ -216,6 +243,29 @@ class TestDoctor:
         assert str(error.value) in told[0]
         for reason in reasons:
             assert reason in told[0]
+
+    def test_a_gpu_is_asked_for_what_a_start_looks_at(
+        self,
+        checkpoint: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Name, memory and compute capability come from the driver, and what is too old is refused."""
+        (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+        for capability, old in (((9, 0), False), ((8, 0), True)):
+            driver = Driver(b"Some GPU", capability, 80 * 10**9)
+            monkeypatch.setattr(ctypes, "CDLL", lambda name, found=driver: found)
+            assert main(["doctor", "--model", str(checkpoint)]) == int(old)
+            shown = capsys.readouterr().out
+            assert "device = cuda (found Some GPU)" in shown
+            refused = (
+                "compute capability: expected 8.9 or above for FP8 kernels, got Some GPU with 8.0"
+            )
+            assert (refused in shown) == old
+        driver = Driver(b"Some GPU", (9, 0), 10**6)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        assert main(["doctor", "--model", str(checkpoint)]) == 1
+        assert "GPU memory: expected at most 1,000,000 bytes" in capsys.readouterr().out
 
     def test_a_missing_special_token_is_a_problem(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str]
