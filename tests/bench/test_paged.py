@@ -160,3 +160,19 @@ def test_rows_name_the_resident_models_step_and_the_paged_ones(
     assert whole["mode"] == "resident"
     assert all(2 <= count <= 4 for count in whole["experts_touched"])
     assert whole["bound_share"] == pytest.approx(whole["bound_ms"] / 2, abs=1e-3)
+
+
+def test_a_model_beyond_the_gpu_is_drawn(tmp_path: Path) -> None:
+    """Its formula stands on its own step with every choice in a slot, since it has no other."""
+    row = {
+        "bench": "paged", "mode": "paged", "batch": 1, "geometry": "v4-flash-43l", "experts": "as published",
+        "paged_layers": 13, "slots": 128, "trace": "reuse 0.9", "resident_ms": None, "full_hit_ms": 6.0,
+        "formula_ms": 8.0, "hit_rate": 0.9, "tok_s": 120.0,
+    }  # fmt: skip
+    most = {**row, "trace": "reuse 1.0", "hit_rate": 1.0, "formula_ms": 6.0, "tok_s": 165.0}
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join(orjson.dumps(one) for one in (row, most)))
+
+    paged_plot.draw([file], tmp_path / "curve.png")
+
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
