@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine import TINY_CHECKPOINT
 from engine.api import FinishReason, GenerateRequest, SamplingParams
 from engine.core import EngineCore, load_engine
-from engine.device.fast_runner import FastRunner
-from engine.device.paged_state import slot_tensors
-from engine.kernels.paging import MISSES
 from engine.options import EngineConfig
 from tests.engine.device.engines import requests, run, same
-from tests.engine.device.on_gpu import make, runner_of, write_checkpoint
-from tests.engine.paging.checkpoints import write_qwen
+from tests.engine.device.on_gpu import (
+    captured_buckets,
+    check_replays,
+    make,
+    runner_of,
+    write_checkpoint,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 
@@ -44,35 +45,6 @@ def core(checkpoint: Path, mode: tuple[str, str]) -> EngineCore:
     return make(checkpoint, kernels=mode[1], max_num_seqs=8)
 
 
-def tensors(runner: FastRunner) -> dict[str, Tensor]:
-    """All that a step writes: pools, buffers, tables and slots of paged experts."""
-    paged = slot_tensors(runner.paged)
-    written = {name: tensor for name, tensor in paged.items() if not name.startswith("store")}
-    return {**runner._pool.named_tensors(), **runner._buffers.tensors(), **written}
-
-
-def captured_buckets(runner: FastRunner) -> list[int]:
-    return [bucket for bucket in runner.graphs.buckets if runner.graphs._is_captured(bucket)]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that a NaN equals itself."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.itemsize])
-
-
-def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Any]:
-    """By name, in how many numbers two sets of tensors differ, the first places, and values there."""
-    found: dict[str, Any] = {}
-    for name in a:
-        differing = bits(a[name]) != bits(b[name])
-        if differing.any():
-            places = differing.nonzero()[:3].tolist()
-            pairs = [(float(a[name][tuple(p)]), float(b[name][tuple(p)])) for p in places]
-            found[name] = (int(differing.sum()), places, pairs)
-    return found
-
-
 def test_gpu_equals_the_reference_on_the_cpu(core: EngineCore, checkpoint: Path) -> None:
     """In float32 a random load gets the tokens and log-probabilities that the CPU gives it."""
     load = requests(random.Random(3), 16)
@@ -92,66 +64,10 @@ def test_every_bucket_runs_the_same_kernels(core: EngineCore, mode: tuple[str, s
         print(captured)
 
 
-def check_replays(core: EngineCore) -> int:
-    """From one state, compare each captured step with the same step run launch by launch, twice.
-
-    Returns:
-        experts that the steps brought into slots.
-    """
-    runner, draw = runner_of(core), random.Random(1)
-    for number in range(8):
-        ids = tuple(draw.randrange(288) for _ in range(draw.randint(1, 60)))
-        sampling = SamplingParams(90, temperature=number % 2, top_p=0.9, seed=number)
-        core.submit(GenerateRequest(str(number), ids, sampling))
-    for _ in range(20):
-        assert not [delta.error for delta in core.step() if delta.error]
-    torch.cuda.synchronize()
-
-    misses = 0
-    with torch.inference_mode():
-        start = {name: tensor.clone() for name, tensor in tensors(runner).items()}
-        for bucket in captured_buckets(runner):
-            found = []
-            for launch in (runner.graphs.run, runner._decode, runner._decode):
-                for name, tensor in tensors(runner).items():
-                    tensor.copy_(start[name])
-                logits = launch(bucket).clone()
-                after = {name: tensor.clone() for name, tensor in tensors(runner).items()}
-                found.append({**after, "logits": logits})
-            replayed, called, again = found
-            assert not (differing := differences(called, again)), (
-                bucket,
-                differing,
-                "called twice",
-            )
-            assert not (differing := differences(replayed, called)), (bucket, differing)
-            assert called["logits"].isfinite().all(), bucket
-            assert not torch.equal(start["ids"], called["ids"])
-            for number, paged in enumerate(runner.paged):
-                paged.check_integrity()
-                counted = f"counters[{number}]"
-                misses += int(called[counted][MISSES] - start[counted][MISSES])
-    runner._forget()
-    for number in range(8):
-        core.abort(str(number))
-    return misses
-
-
 def test_replay_equals_eager_bitwise(core: EngineCore) -> None:
     """From one state, a replayed step leaves the same bits as the step run launch by launch."""
     assert captured_buckets(runner_of(core)) == [1, 2, 4, 8]
     assert check_replays(core) == 0
-
-
-@pytest.mark.parametrize(("slots", "buckets"), [(None, [1, 2, 4, 8]), (6, [1, 2, 3])])
-def test_replay_equals_eager_bitwise_of_qwen(
-    slots: int | None, buckets: list[int], tmp_path: Path
-) -> None:
-    """Likewise of a model with plain experts; in slots, tables and slots are the same too (J4, J7)."""
-    how = {"runner": "fast", "kernels": "triton", "max_num_seqs": 8, "expert_slots": slots}
-    core = make(write_qwen(tmp_path / "qwen"), **how)
-    assert captured_buckets(runner_of(core)) == buckets
-    assert (check_replays(core) > 0) is (slots is not None)
 
 
 def test_lookahead_changes_no_token(core: EngineCore) -> None:
