@@ -33,7 +33,7 @@ from engine.kernels.paging import (
     slots_of_triton,
 )
 from engine.kernels.router import Routing
-from engine.kernels.row import FEW_ROWS, Missing, experts_row, experts_rows, takes_rows
+from engine.kernels.row import FEW_ROWS, Missing, experts_row, experts_rows, takes_row
 from engine.model.disktier import HostCache
 from engine.model.expert_layout import ExpertLayout, unfold
 from engine.model.expert_stream import DENSE_PAIRS, ExpertStream
@@ -51,7 +51,7 @@ def _is_row(
     """Whether a pass is a single row, or up to `most`, that kernels of their own take."""
     if ops.name != "triton" or shared is not None or group is not None:
         return False
-    return takes_rows(x, w13, w2, most=most)
+    return takes_row(x, w13, w2, most=most)
 
 
 def _at_once(

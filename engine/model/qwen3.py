@@ -27,7 +27,7 @@ from engine.kernels.gqa_decode import decode_gqa_triton
 from engine.kernels.linear import linear_parts_torch, linear_parts_triton
 from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
-from engine.kernels.row import FEW_ROWS, linear_rows, norm_linear_row, takes_rows
+from engine.kernels.row import linear_row, norm_linear_row, takes_row
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES
 from engine.model.experts import Experts, Meanwhile
@@ -206,8 +206,8 @@ class Qwen3Model:
         else:
             q = self._prepare(*given, *where, heads=c.num_attention_heads)
             o = self._attend(q, keys, values, rows)
-        if self._takes_rows(o, layer.out, FEW_ROWS):
-            return linear_rows(o, layer.out)[:, None]
+        if self._takes_row(o, layer.out):
+            return linear_row(o, layer.out)[:, None]
         return self._parts(o, layer.out)
 
     def _norm_linear(
@@ -220,15 +220,13 @@ class Qwen3Model:
     ) -> tuple[Tensor, Tensor]:
         """Add summands, norm and multiply; gives the residual and the product."""
         eps = self.config.rms_norm_eps
-        if self._takes_rows(h, w, 1) and (parts is None or parts.shape[1] == 1):
+        if self._takes_row(h, w) and (parts is None or parts.shape[1] == 1):
             return norm_linear_row(h, parts, norm, eps, w, out_dtype=out_dtype)
         h, x = self._add_norm(h, parts, norm, eps)
-        if self._takes_rows(x, w, FEW_ROWS):
-            return h, linear_rows(x, w, out_dtype=out_dtype)
         return h, self.ops.linear(x, w, out_dtype=out_dtype)
 
-    def _takes_rows(self, x: Tensor, w: Matrix, most: int) -> bool:
-        return self.ops.name == "triton" and takes_rows(x, w, most=most)
+    def _takes_row(self, x: Tensor, w: Matrix) -> bool:
+        return self.ops.name == "triton" and takes_row(x, w)
 
     def _logits(self, h: Tensor, parts: Tensor) -> Tensor:
         return self._norm_linear(h, parts, self.norm, self.head, torch.float32)[1]

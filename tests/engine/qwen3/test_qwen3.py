@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,51 @@ def test_logits_equal_transformers(model: Qwen3Model, splits: list[int]) -> None
     found = run(model, ids, splits)
     ends = torch.tensor(splits).cumsum(0) - 1
     assert (found - golden["logits"][ends]).abs().max() < 1e-4
+
+
+@dataclass
+class Begun:
+    """Sequences whose prompts a pool holds, and the logits that each gives when decoded alone."""
+
+    pool: QwenPool
+    chunks: list[Chunk]
+    alone: torch.Tensor
+
+
+def decode(model: Qwen3Model, pool: QwenPool, chunks: list[Chunk]) -> torch.Tensor:
+    rows, _ = build_rows(chunks, block_size=BLOCK, device=DEVICE)
+    return model.decode(rows, pool)
+
+
+@pytest.fixture(scope="module")
+def begun(model: Qwen3Model) -> Begun:
+    ids = load_file(GOLDEN / "golden.safetensors")["input_ids"].tolist()
+    pool = QwenPool(model.config, num_blocks=20, block_size=BLOCK, device=DEVICE)
+    pool.poison(blocks=range(1, 20))
+    prompts, chunks = [], []
+    for i, length in enumerate((5, 18, 2, 16, 9)):
+        where = i + 1, (2 * i + 2, 2 * i + 1)
+        text = tuple(ids[7 * i : 7 * i + length + 1])
+        prompts.append(Chunk(str(i), where[0], 0, text[:-1], where[1], True))
+        chunks.append(Chunk(str(i), where[0], length, text[-1:], where[1], True))
+    rows, wanted = build_rows(prompts, block_size=BLOCK, device=DEVICE)
+    list(model.prefill(rows, pool, wanted))
+    return Begun(pool, chunks, torch.cat([decode(model, pool, [chunk]) for chunk in chunks]))
+
+
+@pytest.mark.parametrize(
+    "order", [[1, 0], [0, 2, 1], [3, 1, 0, 2], [2, 0, None, None], [4, 2, 0, 3, 1]], ids=str
+)
+def test_sequences_decoded_together_give_what_each_gives_alone(
+    model: Qwen3Model, begun: Begun, order: list[int | None]
+) -> None:
+    """Of two to five sequences of different lengths in any order, and of two beside padding."""
+    nobody = Chunk("", 0, 0, (0,), (0,), True)
+    real = [i for i in order if i is not None]
+    chunks = [nobody if i is None else begun.chunks[i] for i in order]
+    found, wanted = decode(model, begun.pool, chunks)[: len(real)], begun.alone[real]
+    assert (found - wanted).abs().max() < 1e-4
+    assert (found - wanted.roll(1, 0)).abs().amax(1).min() > 0.1  # another sequence's are seen
 
 
 def test_a_config_that_cannot_be_served_is_refused() -> None:
