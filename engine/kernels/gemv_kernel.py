@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kernels.codes import encode_device, power_device
-from engine.kernels.overlap import await_previous, begin_next, fetch
+from engine.kernels.overlap import await_previous, begin_next
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
@@ -268,12 +268,8 @@ def _job(
     STAGES: tl.constexpr,
     LEFT: tl.constexpr,
     MOST: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """One program of one product: a tile of the result, over one share of K.
-
-    AHEAD: lines of 128 bytes of each weight row that are asked for while it waits.
-    """
+    """One program of one product: a tile of the result, over one share of K."""
     tiles = tl.cdiv(N, BN)
     tile = program // split
     part = program % split
@@ -285,11 +281,6 @@ def _job(
     if BLOCK > 0:
         side: tl.constexpr = _side(BLOCK, BK, BT)
         scales = _scales(scale, n0, first, N, K, BLOCK, BT, BN, side, BK // side)
-    if AHEAD > 0:
-        line: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-        row = tl.minimum(n0 + tl.arange(0, BN), N - 1)[:, None].to(tl.int64)
-        column = tl.minimum(first + tl.arange(0, AHEAD) * line, last - 1)[None, :]
-        fetch(w + row * K + column, 1, 1)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     x += n0 // rows_of_group * K
@@ -379,7 +370,7 @@ def gemv_kernel(
 ):
     """Programs of up to four products.
 
-    FORMS: (block, even, parts, waits, out group, lines ahead) of each; TILES: (bt, bn, bk, stages, left).
+    FORMS: (block, even, parts, waits, out group) of each; TILES: (bt, bn, bk, stages, left).
     """
     program = tl.program_id(0)
     first = 0
@@ -390,6 +381,5 @@ def gemv_kernel(
                 program - first, T, Ns[j], Ks[j], strides[j], group_rows[j], splits[j], shares[j],
                 HOPPER, OVERLAP, FORMS[j][0], FORMS[j][1], FORMS[j][2], FORMS[j][3], FORMS[j][4],
                 TILES[j][0], TILES[j][1], TILES[j][2], TILES[j][3], TILES[j][4], MOST,
-                FORMS[j][5],
             )  # fmt: skip
         first = ends[j]
