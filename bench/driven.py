@@ -204,10 +204,15 @@ class Driven:
         return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
 
     def bound(self, batch: int, context: int) -> tuple[list[int], float]:
-        """Experts that each layer reads in a step of random tokens, and the time to read all of it."""
+        """Experts that each layer reads in a step of random tokens, and the time to read all of it.
+
+        Rows have blocks of their own, as far as there are so many, which hold what earlier requests
+        left there: rows of one history would agree on their experts.
+        """
+        per, most = -(-(context + 1) // BLOCK), self._pool.num_blocks - 1
+        blocks = [tuple(1 + (i * per + j) % most for j in range(per)) for i in range(batch)]
         chunks = [
-            Chunk(str(i), i + 1, context, self.ids(1), (0,) * -(-(context + 1) // BLOCK), True)
-            for i in range(batch)
+            Chunk(str(i), i + 1, context, self.ids(1), own, True) for i, own in enumerate(blocks)
         ]
         with torch.inference_mode():
             rows, _ = build_rows(chunks, block_size=BLOCK, device=self._device)

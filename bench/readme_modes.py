@@ -34,7 +34,7 @@ def modes(read: Read) -> list[tuple[list[str], str]]:
         (_replay(read), "gpu-replay-v41-40l"),
         *((_replay_many(read, name), name) for name in REPLAY_MANY),
         (_replay_parts(read), "gpu-replay-v41-40l-tails"),
-        (_resident(read), _resident_file(read)),
+        (_resident(read), "gpu-engine-qwen"),
         (_paged(read), "gpu-paged-qwen"),
         (_other_ways(read), "gpu-paged-qwen-baselines"),
         (_prefetch(read), "gpu-paged-prefetch-qwen"),
@@ -131,24 +131,14 @@ def _replay_parts(read: Read) -> list[str]:
     return lines
 
 
-def _resident_file(read: Read) -> str:
-    """The file of Qwen's resident rows: of the whole engine, or of the device's steps alone."""
-    return "gpu-engine-qwen" if read("gpu-engine-qwen") else "gpu-resident-qwen"
-
-
 def _resident(read: Read) -> list[str]:
-    name = _resident_file(read)
-    found = read(name)
-    rows = {r["batch"]: r for r in found if r["bench"] in ("decode", "paged")}
+    found = read("gpu-engine-qwen")
+    rows = {r["batch"]: r for r in found if r["bench"] == "decode"}
     if not rows:
         return []
-    how = (
-        "through the whole engine: 128-token prompts, 256 new tokens, greedy"
-        if name == "gpu-engine-qwen"
-        else "the device's steps alone, without scheduler, sampler and readback"
-    )
     lines = [
-        f"Qwen3-30B-A3B in bfloat16, all on the GPU, {how}; tokens per second:",
+        "Qwen3-30B-A3B in bfloat16, all on the GPU, through the whole engine: 128-token prompts, 256 new "
+        "tokens, greedy; tokens per second:",
         "",
         "| batch | measured | target | of the bound | vLLM 0.26.0 |",
         "|---|---|---|---|---|",
@@ -156,12 +146,12 @@ def _resident(read: Read) -> list[str]:
     for batch, (target, peer) in RESIDENT.items():
         if batch in rows:
             row = rows[batch]
-            speed = row["tok_s"]["median"] if isinstance(row["tok_s"], dict) else row["tok_s"]
+            speed = row["tok_s"]["median"]
             text = met(f"{speed:.0f}", speed >= target)
             share = f"{100 * row['bound_share']:.0f} %" if "bound_share" in row else ""
             lines.append(f"| {batch} | {text} | {target} | {share} | {peer} |")
     for r in found:
-        if r["bench"] in ("ttft", "paged_prompt") and r["prompt_tokens"] == 8192:
+        if r["bench"] == "ttft" and r["prompt_tokens"] == 8192:
             first = r["ttft_ms"]
             text = met(spread(first, 0), first["median"] <= RESIDENT_PROMPT)
             lines.append(f"| first token of 8192 tokens, ms | {text} | {RESIDENT_PROMPT} | | |")

@@ -14,7 +14,8 @@ into the level-2 cache while it waits costs 2.5 % (an SM reads what was fetched 
 than from memory, and what is on the critical path queues behind it). Of V4's weights only
 the small matrices of engine.kernels.mhc and a router's gate are fetched ahead, and the shared
 expert's first product begins (engine.kernels.moe_decode). Products of a single row with plain
-weights, and the second product of plain experts, ask for theirs ahead.
+weights, and the second product of plain experts, ask for theirs ahead; Qwen's dense products of 2 to
+16 rows do not: asking for all of a weight while waiting costs 1.5 to 2.5 % of a step.
 """
 
 from __future__ import annotations

@@ -84,10 +84,6 @@ def rows() -> dict[str, list[Row]]:
              "pool_mb": 9.0},
             {**replay, "mode": "bounded", "chunk": 2048, "ttft_ratio": 0.538},
         ],
-        "gpu-resident-qwen": [
-            {"bench": "paged", "mode": "resident", "batch": 1, "tok_s": 460.0},
-            {"bench": "paged_prompt", "prompt_tokens": 8192, "ttft_ms": spread(150.0)},
-        ],
         "gpu-engine-qwen": [
             {**decode(4, 4.9), "tok_s": spread(816.0)},
             {"bench": "ttft", "prompt_tokens": 8192, "ttft_ms": spread(159.0)},
@@ -201,17 +197,13 @@ def test_every_kind_of_row_has_its_line(line: str) -> None:
 
 
 def test_rows_of_earlier_runs_say_what_they_are() -> None:
-    """Qwen's steps without an engine, and a formula whose resident step was the paged model's."""
+    """A formula whose resident step was the paged model's."""
     found = rows()
-    del found["gpu-engine-qwen"]
     for row in found["gpu-paged-qwen"]:
         row.pop("full_hit_ms", None)
 
     shown = text(found)
 
-    assert "the device's steps alone, without scheduler, sampler and readback; tokens" in shown
-    assert "| 1 | **460** | 450 |  | 242 |" in shown
-    assert "| first token of 8192 tokens, ms | **150 (148-152)** | 158 | | |" in shown
     assert "resident step (the paged model's own with every choice in a slot)" in shown
 
 
