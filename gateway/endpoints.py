@@ -25,7 +25,7 @@ from gateway.admission import check_counts
 from gateway.background import Background, is_background, with_stream
 from gateway.call import Call, header
 from gateway.deadlines import Limits
-from gateway.errors import error_response, not_served, shutting_down
+from gateway.errors import RefusedError, error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
 from gateway.prefill import DEFAULT_PREFILL, Prefill, read_prefill
 from gateway.recorder import LentReasoning, Tape
@@ -286,7 +286,7 @@ class Endpoints:
                     await self._record(opened, opened.tape, None)
                 await self._keep(call, opened)
             except ClientError as failure:
-                self._ended(call, failure.code)
+                self._ended(call, failure)
                 return error_response(call, failure)
             return Response(body, media_type="application/json", headers=headers)
 
@@ -294,16 +294,19 @@ class Endpoints:
             reply = await until_disconnect(request.receive, whole())
         except asyncio.CancelledError:  # as for a stream: the server ends before the reply does
             failure = shutting_down()
-            self._ended(call, failure.code)
+            self._ended(call, failure)
             return error_response(call, failure)
         if reply is None:
             self._ended(call, "client_left")
             return nobody_listens()
         return reply
 
-    def _ended(self, call: Call, how: str) -> None:
-        call.outcome = how
-        self._service.metrics.aborted.labels(how).inc()
+    def _ended(self, call: Call, how: str | ClientError) -> None:
+        """Note how a reply ended that did not by itself; a refused request has had none."""
+        call.outcome = how.code if isinstance(how, ClientError) else how
+        metrics = self._service.metrics
+        counter = metrics.refused if isinstance(how, RefusedError) else metrics.aborted
+        counter.labels(call.outcome).inc()
 
     async def _keep(self, call: Call, opened: _Opened) -> None:
         """Put a response that ended well into the store; a full disk costs nobody his reply."""

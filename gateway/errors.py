@@ -27,6 +27,18 @@ class ServerError(ClientError):
         super().__init__(message, status=status, code=code)
 
 
+class RefusedError(ClientError):
+    """A request that the engine refuses before a reply to it has begun.
+
+    Args:
+        message: what the engine says.
+        code: machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message, code=code)
+
+
 class RetryLaterError(ClientError):
     """A request that may be sent again as it is, only not now (429, 503).
 

@@ -26,7 +26,7 @@ from engine.api import (
 from gateway.backends import Backend
 from gateway.call import Call
 from gateway.deadlines import Deadline, Limits
-from gateway.errors import ServerError
+from gateway.errors import RefusedError, ServerError
 from gateway.metrics import Metrics
 from gateway.prefill import DEFAULT_PREFILL, Prefill
 from gateway.recorder import Tape
@@ -90,7 +90,8 @@ class Generations:
                 may rely on once it has seen them.
 
         Raises:
-            ClientError: the backend refuses this request, before its first token.
+            RefusedError: the backend refuses this request, before its first token.
+            ClientError: it refuses to go on with a reply that has begun, for a forced call.
             ServerError: the backend failed, took too long, or ended without saying why.
         """
         pace = _Pace(self._metrics, call)
@@ -209,16 +210,13 @@ class Generations:
                 await settle()
             if frames:
                 yield frames
-        except PromptTooLongError as error:
-            raise ClientError(
-                str(error), status=400, code="context_length_exceeded", param=None
-            ) from error
         except EngineDeadError as error:
             raise ServerError(str(error), status=503, code="backend_unavailable") from error
         except EngineError as error:
-            raise ClientError(
-                str(error), status=400, code="unsupported_request", param=None
-            ) from error
+            too_long = isinstance(error, PromptTooLongError)
+            code = "context_length_exceeded" if too_long else "unsupported_request"
+            refusal = ClientError if pace.begun else RefusedError
+            raise refusal(str(error), code=code) from error
         finally:
             deadline.close()
             self._backend.abort(request.id)
@@ -269,9 +267,11 @@ class _Pace:
     def __init__(self, metrics: Metrics, call: Call) -> None:
         self._metrics = metrics
         self.call = call
+        self.begun = False  # some choice has
         self._accepted = monotonic()
 
     def begin(self, index: int, now: float, prompt_tokens: int, cached_tokens: int) -> None:
+        self.begun = True
         self._metrics.prompt_tokens.inc(prompt_tokens)
         if cached_tokens:
             self._metrics.cached_tokens.inc(cached_tokens)

@@ -65,7 +65,7 @@ class EventStream:
             and the reader counts as gone.
         ping: sent in place of the comment once there was a frame: some protocols have an event for it.
         on_end: told once how it ended, where that was not by itself: `client_left`, `slow_reader`
-            or an error's code.
+            or a failure.
         headers: further response headers; values must be latin-1.
     """
 
@@ -78,7 +78,7 @@ class EventStream:
         keep_alive_seconds: float,
         stall_seconds: float,
         ping: bytes = KEEP_ALIVE,
-        on_end: Callable[[str], None] | None = None,
+        on_end: Callable[[str | ClientError], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._frames = frames
@@ -188,14 +188,14 @@ class EventStream:
     ) -> None:
         if self._finished:
             return
-        self._ended(failure.code)
+        self._ended(failure)
         if self._committed:
             await self._end_with(send, b"".join(self._fail(failure)))
         else:
             self._committed = self._finished = True
             await self._refuse(failure)(scope, receive, send)
 
-    def _ended(self, how: str) -> None:
+    def _ended(self, how: str | ClientError) -> None:
         self._on_end(how)
         self._on_end = _told
 
@@ -234,7 +234,7 @@ class EventStream:
             self._sending = False
 
 
-def _told(_: str) -> None:
+def _told(_: str | ClientError) -> None:
     """Take the place of `on_end` once it was called."""
 
 

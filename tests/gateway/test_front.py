@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api import ModelInfo
+from engine.api import (
+    EngineDeadError,
+    EngineError,
+    GenerateRequest,
+    ModelInfo,
+    PromptTooLongError,
+    TokenDelta,
+)
 from gateway.backends.scripted import ScriptedBackend
 from gateway.front import canonical
 from gateway.keys import Caller, Keys
@@ -20,7 +28,16 @@ from gateway.logs import JsonLines
 from gateway.metrics import LONGEST_NAME, MOST_NAMES, OTHER, Metrics
 from gateway.settings import Settings, SettingsError
 from parsers import ClientError
-from tests.gateway.support import RawCall, call, chat_body, eventually, run, running, text_line
+from tests.gateway.support import (
+    FunctionBackend,
+    RawCall,
+    call,
+    chat_body,
+    eventually,
+    run,
+    running,
+    text_line,
+)
 
 CHAT = "/v1/chat/completions"
 KEY = "sk-test-0123456789"
@@ -452,6 +469,47 @@ class TestCounted:
         text = run(main())
         assert 'bathyal_aborted_replies_total{cause="client_left"} 1.0' in text
         assert 'bathyal_aborted_replies_total{cause="backend_error"} 1.0' in text
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("steps", "counted"),
+        [
+            ([PromptTooLongError(10, 5)], 'refused_requests_total{code="context_length_exceeded"}'),
+            ([EngineError("no room")], 'refused_requests_total{code="unsupported_request"}'),
+            ([0.1, EngineError("late")], 'refused_requests_total{code="unsupported_request"}'),
+            ([EngineDeadError("dead")], 'aborted_replies_total{cause="backend_unavailable"}'),
+            (
+                [TokenDelta("", (0,)), EngineError("no room")],
+                'aborted_replies_total{cause="unsupported_request"}',
+            ),
+        ],
+        ids=["too-long", "refused", "refused-after-headers", "dead", "begun"],
+    )
+    def test_a_refusal_is_no_aborted_reply(
+        self, info: ModelInfo, steps: list[Any], counted: str, stream: bool
+    ) -> None:
+        """What the engine refuses had no reply that could end early; what breaks off had one."""
+
+        async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+            for step in steps:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, float):
+                    await asyncio.sleep(step)  # a stream sends its headers with a comment
+                else:
+                    yield step._replace(request_id=request.id)
+
+        async def main() -> str:
+            backend = FunctionBackend(info, generate)
+            async with running(backend, keep_alive_seconds=0.02) as app:
+                one = RawCall(app, CHAT, orjson.dumps(chat_body(stream=stream)))
+                await one.start()
+                await one.rest()
+                return (await call_text(app)).decode()
+
+        lines = run(main()).splitlines()
+        found = [x for x in lines if x.startswith(("bathyal_refused", "bathyal_aborted"))]
+        assert [x for x in found if "_created" not in x] == [f"bathyal_{counted} 1.0"]
 
     def test_a_line_of_the_log_has_numbers_and_no_text(
         self, info: ModelInfo, caplog: pytest.LogCaptureFixture

@@ -412,9 +412,10 @@ def test_a_comment_that_nobody_reads_gives_the_reader_up() -> None:
 
 def test_how_a_stream_ended_is_told_once() -> None:
     """A client that left, a fault, and nothing for a stream that ended by itself."""
+    fault = ServerError("x", code="broke")
 
-    def ends(*steps: Any, leave: bool = False) -> list[str]:
-        how: list[str] = []
+    def ends(*steps: Any, leave: bool = False) -> list[str | ClientError]:
+        how: list[str | ClientError] = []
 
         async def main() -> None:
             one = EventStream(
@@ -439,8 +440,8 @@ def test_how_a_stream_ended_is_told_once() -> None:
 
     assert ends([b"a"], None) == []
     assert ends([b"a"], leave=True) == ["client_left"]
-    assert ends([b"a"], ServerError("x", code="broke")) == ["broke"]
-    assert ends(ServerError("x", code="broke")) == ["broke"]
+    assert ends([b"a"], fault) == [fault]
+    assert ends(fault) == [fault]
 
 
 def test_a_frame_that_nobody_reads_gives_the_reader_up_once() -> None:
