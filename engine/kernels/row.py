@@ -43,6 +43,8 @@ FEW_ROWS = 4
 #: of its threads; warps of one of the second product, output values of each of them, and registers.
 _FEW_HIDDEN, _FEW_HIDDEN_WARPS, _FEW_HIDDEN_REGISTERS = 4, 4, 104
 _OUT_WARPS, _OUT_EACH, _OUT_REGISTERS = 4, 4, 96
+#: Programs of a dense product that a multiprocessor has room for.
+_AT_ONCE = 4
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
@@ -245,13 +247,17 @@ def _second_rows_kernel(
 @triton.jit
 def _norm_linear_kernel(
     h, part, norm, eps, w, h_out, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
-    HAS_PART: tl.constexpr, OVERLAP: tl.constexpr,
+    MORE: tl.constexpr, HAS_PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of BN rows of w [N, K]; every program adds and norms the row."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """Program of BN + MORE rows of w [N, K]; every program adds and norms the row."""
+    n = tl.program_id(0) * (BN + MORE) + tl.arange(0, BN)
     k = tl.arange(0, WIDTH)
     inside = (n < N)[:, None] & (k < K)[None, :]
     held = tl.load(w + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
+    if MORE > 0:
+        m = tl.program_id(0) * (BN + MORE) + BN + tl.arange(0, MORE)
+        within = (m < N)[:, None] & (k < K)[None, :]
+        further = tl.load(w + m.to(tl.int64)[:, None] * K + k[None, :], mask=within, other=0.0)
     scales = tl.load(norm + k, mask=k < K, other=0.0)
     begin_next(OVERLAP)
     await_previous(OVERLAP)
@@ -266,6 +272,9 @@ def _norm_linear_kernel(
     x = cast(x, dtype).to(tl.float32)
     total = tl.sum(held.to(tl.float32) * x[None, :], 1)
     tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
+    if MORE > 0:
+        total = tl.sum(further.to(tl.float32) * x[None, :], 1)
+        tl.store(out + m, cast(total, out.dtype.element_ty), mask=m < N)
 
 
 # ---------------------------------------------------------------- launches
@@ -275,6 +284,18 @@ def _tiling(width: int) -> tuple[int, int]:
     """Columns as a power of two, and weight rows of a program."""
     columns = triton.next_power_of_2(width)
     return columns, max(1, _HELD * _WARPS * 32 // columns)
+
+
+def _more(height: int, rows: int, device: torch.device) -> int:
+    """Further weight rows of a program, if with a few of them all programs run at once.
+
+    Programs of a second round would ask for their weights when the first ones have ended.
+    """
+    room = _AT_ONCE
+    if device.type == "cuda":
+        room *= torch.cuda.get_device_properties(device).multi_processor_count
+    needed = triton.cdiv(height, room) - rows
+    return triton.next_power_of_2(needed) if 0 < needed <= rows // 4 else 0
 
 
 def takes_row(x: Tensor, *weights: Matrix, most: int = 1) -> bool:
@@ -330,11 +351,12 @@ def norm_linear_row(
     """
     height, width = w.shape
     columns, rows = _tiling(width)
+    more = _more(height, rows, h.device)
     out = torch.empty((1, height), dtype=out_dtype or h.dtype, device=h.device)
     new = h if parts is None else torch.empty_like(h)
-    _norm_linear_kernel[(triton.cdiv(height, rows),)](
+    _norm_linear_kernel[(triton.cdiv(height, rows + more),)](
         h, h if parts is None else parts, norm, eps, w.data, new, out, height, K=width,
-        WIDTH=columns, BN=rows, HAS_PART=parts is not None, num_warps=_WARPS,
+        WIDTH=columns, BN=rows, MORE=more, HAS_PART=parts is not None, num_warps=_WARPS,
         **overlapping(h.device),
     )  # fmt: skip
     return new, out
