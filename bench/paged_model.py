@@ -26,9 +26,10 @@ from bench.geometries import QWEN, QWEN3_30B, geometry
 from engine.device.kvpool import KVPool
 from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
+from engine.kernels.grouping import most_tiles, tile_pairs
 from engine.kernels.ops import Implementation
 from engine.kernels.paging import HITS, MISSES
-from engine.kernels.router import Routing, most_tiles, tile_pairs
+from engine.kernels.router import Routing
 from engine.kernels.rows import Rows
 from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel, random_fast_model

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from bench.micro.timing import BANDWIDTH, replayed_us
 from engine.kernels.formats import FP4_GROUP, Matrix
+from engine.kernels.grouping import group_torch
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_decode import LAYOUT, Layout, stream_experts
-from engine.kernels.router import Routing, group_torch, route_triton
+from engine.kernels.router import Routing, route_triton
 from engine.kernels.rows import Rows
 
 TOPK = 6

@@ -22,10 +22,10 @@ from torch import Tensor
 from bench.micro.index import setting
 from bench.micro.moe import LIMIT, TOPK, Layer, routed
 from bench.micro.timing import BANDWIDTH, RATE, replayed_us
-from engine.kernels import moe_prefill, router
+from engine.kernels import grouping, moe_prefill
+from engine.kernels.grouping import LONG_TILE, SHORT_TILE, group_torch, group_triton
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_prefill import LONG_FP4, SHORT_FP4, Tiling
-from engine.kernels.router import LONG_TILE, SHORT_TILE, group_torch, group_triton
 
 #: Rows, pairs of a tile and the cut for them; the first of each number of rows is the one in use.
 CUTS: list[tuple[int, int, Tiling]] = [
@@ -55,7 +55,7 @@ def using(pairs: int, cut: Tiling) -> Iterator[None]:
     """All launches cut like this for a while."""
     with (
         setting(moe_prefill, SHORT_FP4=cut, LONG_FP4=cut),
-        setting(router, SHORT_TILE=pairs, LONG_TILE=pairs),
+        setting(grouping, SHORT_TILE=pairs, LONG_TILE=pairs),
     ):
         yield
 

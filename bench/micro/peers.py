@@ -33,8 +33,9 @@ from bench.micro.timing import copies, replayed_us
 from bench.rows import make_rows, write_rows
 from engine.device.rows import build_rows
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.grouping import group_triton
 from engine.kernels.moe import moe_triton
-from engine.kernels.router import Routing, group_triton
+from engine.kernels.router import Routing
 from engine.kernels.sampler import sample_triton
 from engine.kernels.select import _choose
 from engine.plan.step import Chunk

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.grouping import DECODE_ROWS, STREAM_ROWS
 from engine.kernels.moe_decode import can_stream, stream_experts
 from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import DECODE_ROWS, STREAM_ROWS, Routing, parts_dtype
+from engine.kernels.router import Routing, parts_dtype
 
 # ---------------------------------------------------------------- torch
 

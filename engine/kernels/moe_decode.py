@@ -35,9 +35,10 @@ from engine.kernels.at_once import PROGRAMS, REGISTERS, WARP, WARPS, launch_at_o
 from engine.kernels.counters import counters
 from engine.kernels.formats import Matrix
 from engine.kernels.fp4 import has_stripes
+from engine.kernels.grouping import DECODE_TILE, STREAM_ROWS
 from engine.kernels.moe_decode_kernel import experts_kernel
 from engine.kernels.overlap import FEW_ROWS, overlaps
-from engine.kernels.router import DECODE_TILE, STREAM_ROWS, Routing, parts_dtype
+from engine.kernels.router import Routing, parts_dtype
 from engine.kernels.stream import CHUNK
 from engine.kernels.triton_compat import INTERPRETED, triton
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
+from engine.kernels.grouping import DECODE_TILE
 from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
-from engine.kernels.router import DECODE_TILE, Routing
+from engine.kernels.router import Routing
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Weight rows of a program.

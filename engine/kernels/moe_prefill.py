@@ -19,9 +19,10 @@ from torch import Tensor
 
 from engine.kernels.formats import Matrix
 from engine.kernels.fp4 import PAIR_SCALE, code_in_row, codes_of_row, pair_values, scale_place
+from engine.kernels.grouping import SHORT_TILE, tile_pairs
 from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
-from engine.kernels.router import SHORT_TILE, Routing, parts_dtype, tile_pairs
+from engine.kernels.router import Routing, parts_dtype
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 from engine.kernels.weave import (
     CHUNK,

@@ -16,19 +16,15 @@ from torch import Tensor
 
 from engine.kernels.counters import counters
 from engine.kernels.gqa import OVERLAP_ROWS, add_norm_torch, add_norm_triton
+from engine.kernels.grouping import DECODE_ROWS, _group, _group_few, most_tiles, tile_pairs
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import (
-    DECODE_ROWS,
     Routing,
-    _group,
-    _group_few,
     _is_last,
     _partial_logits,
     _product_shape,
-    most_tiles,
     route_torch,
     route_triton,
-    tile_pairs,
 )
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton

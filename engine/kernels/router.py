@@ -1,12 +1,12 @@
-"""Which experts a row goes to, with what weight, and which rows each expert gets (model.md 2.7).
+"""Which experts a row goes to, and with what weight (model.md 2.7).
 
 scores = sqrt(softplus(x Wg^T)) in float32. Learned layers take the k best of scores + bias, ties to
 the lowest expert; hash layers read them from a table by token id. The weights are the chosen
 scores, normalised, times the scaling factor; a bias moves the choice only.
 
 The T * k (row, choice) *pairs* are numbered t * k + j. Sorted by expert they are cut into *tiles*
-of pairs of one expert, which is what a grouped product works on. Nothing of this is known to the
-host: it knows only how many tiles there can be.
+of pairs of one expert, which is what a grouped product works on (engine.kernels.grouping). Nothing
+of this is known to the host: it knows only how many tiles there can be.
 """
 
 from __future__ import annotations
@@ -19,36 +19,21 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.counters import counters
-from engine.kernels.grouping import count_groups
+from engine.kernels.grouping import (
+    DECODE_ROWS,
+    _group,
+    _group_few,
+    count_groups,
+    group_torch,
+    ints,
+    most_tiles,
+    tile_pairs,
+)
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import dot, tl, triton
 
 Scoring = Literal["sqrtsoftplus", "softmax"]
-
-#: Most rows that take the kernels bound by the reading of weights.
-DECODE_ROWS = 64
-#: Most rows whose experts are streamed where weights are narrow: a window, the tail of a prompt.
-STREAM_ROWS = 128
-#: Most rows of which an expert gets so few that wide tiles would stay empty.
-SHORT_ROWS = 1024
-#: Pairs of a tile: up to STREAM_ROWS rows, up to SHORT_ROWS and beyond.
-DECODE_TILE = 8
-SHORT_TILE = 64
-LONG_TILE = 128
-
-
-def tile_pairs(rows: int) -> int:
-    """Pairs of a tile in a pass of `rows` rows."""
-    if rows <= STREAM_ROWS:
-        return DECODE_TILE
-    return SHORT_TILE if rows <= SHORT_ROWS else LONG_TILE
-
-
-def most_tiles(rows: int, k: int, experts: int) -> int:
-    """Most tiles a pass can have: each expert's last one may be short."""
-    pairs = rows * k
-    return min(pairs, min(experts, pairs) + pairs // tile_pairs(rows))
 
 
 def parts_dtype(x: Tensor) -> torch.dtype:
@@ -78,37 +63,6 @@ class Routing:
 
 
 # ---------------------------------------------------------------- torch
-
-
-def group_torch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs by expert and cut them into tiles.
-
-    Args:
-        experts: int32 [T, k], -1 for a padding row.
-        num_experts: experts there are; every id is below.
-
-    Returns:
-        `order`, `tiles` and `num_tiles` of `Routing`.
-    """
-    rows, k = experts.shape
-    size, device = tile_pairs(rows), experts.device
-    # Padding sorts last, and is counted in a place of its own that is then cut off.
-    keys = torch.where(experts < 0, num_experts, experts).flatten().long()
-    order = keys.sort(stable=True).indices.to(torch.int32)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-    counts = counts.scatter_add(0, keys, torch.ones_like(keys))[:num_experts]
-    first = counts.cumsum(0) - counts
-    tiles = (counts + size - 1) // size
-    ends = tiles.cumsum(0)
-    index = torch.arange(most_tiles(rows, k, num_experts), device=device)
-    expert = torch.searchsorted(ends, index, right=True)
-    used = expert < num_experts
-    expert = expert.clamp(max=num_experts - 1)
-    offset = (index - (ends - tiles)[expert]) * size
-    fields = expert, first[expert] + offset, (counts[expert] - offset).clamp(max=size)
-    unused = (-1, 0, 0)
-    table = torch.stack([torch.where(used, f, u) for f, u in zip(fields, unused, strict=True)], -1)
-    return order, table.to(torch.int32), ends[-1:].to(torch.int32)
 
 
 def route_torch(
@@ -311,77 +265,6 @@ def _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights
 
 
 @triton.jit
-def _store_tiles(tiles, num_tiles, opens, tile, expert, begin, pairs, index, most):
-    """Store the tiles that `opens` marks, and that there are no others."""
-    used = tl.sum(opens.to(tl.int32), 0)
-    tl.store(num_tiles, used)
-    unused = (index >= used) & (index < most)
-    tl.store(tiles + index * 3, -1, mask=unused)
-    tl.store(tiles + index * 3 + 1, 0, mask=unused)
-    tl.store(tiles + index * 3 + 2, 0, mask=unused)
-    tl.store(tiles + tile * 3, expert, mask=opens)
-    tl.store(tiles + tile * 3 + 1, begin, mask=opens)
-    tl.store(tiles + tile * 3 + 2, pairs, mask=opens)
-
-
-@triton.jit
-def _group_few(chosen, order, tiles, num_tiles, T, most, E: tl.constexpr, K: tl.constexpr,
-               TILE: tl.constexpr):  # fmt: skip
-    """Group the experts [ROWS, KP] of up to eight rows: every pair counts those before it."""
-    KP: tl.constexpr = chosen.shape[1]
-    P: tl.constexpr = chosen.shape[0] * KP
-    i = tl.arange(0, P)
-    valid = (i % KP < K) & (i // KP < T)
-    pair = i // KP * K + i % KP
-    expert = tl.reshape(chosen, (P,))
-    expert = tl.where(valid, tl.where(expert < 0, E, expert), E + 1)  # padding late, absent last
-    key = expert * P + i
-    before = key[None, :] < key[:, None]
-    same = expert[None, :] == expert[:, None]
-    rank = tl.sum(before.to(tl.int32), axis=1)
-    among = tl.sum((before & same).to(tl.int32), axis=1)
-    fellows = tl.sum(same.to(tl.int32), axis=1)
-    opens = (expert < E) & (among % TILE == 0)
-    tile = tl.sum((before & opens[None, :]).to(tl.int32), axis=1)
-    tl.store(order + rank, pair, mask=valid)
-    _store_tiles(tiles, num_tiles, opens, tile, expert, rank, tl.minimum(fellows - among, TILE), i,
-                 most)  # fmt: skip
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def _group(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constexpr,
-           PAIRS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Sort pairs and cut tiles, as `group_torch`; one program, at most PAIRS pairs."""
-    i = tl.arange(0, PAIRS)
-    real = i < pairs
-    expert = tl.load(experts + i, mask=real, other=-1, cache_modifier=".cg")
-    # Padding, and what is beyond the pairs, sorts last.
-    key = tl.sort(tl.where(expert < 0, E, expert) * PAIRS + i)
-    tl.store(order + i, key % PAIRS, mask=real)
-    tl.store(scratch + i, key)
-    tl.debug_barrier()
-    own = key // PAIRS
-    before = tl.load(scratch + i - 1, mask=i > 0, other=-1, cache_modifier=".cg") // PAIRS
-    after = tl.load(scratch + i + 1, mask=i < PAIRS - 1, other=E * PAIRS, cache_modifier=".cg")
-    begin = tl.associative_scan(tl.where(before != own, i, 0), 0, _larger)
-    last = tl.where(after // PAIRS != own, i, PAIRS)
-    end = tl.associative_scan(last, 0, _smaller, reverse=True) + 1
-    opens = (own < E) & ((i - begin) % TILE == 0)
-    tile = tl.cumsum(opens.to(tl.int32), 0) - 1
-    _store_tiles(tiles, num_tiles, opens, tile, own, i, tl.minimum(end - i, TILE), i, most)
-
-
-@triton.jit
 def _is_last(counter, programs):
     """Whether all other programs of the launch have been here; resets the counter if so.
 
@@ -434,12 +317,6 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
             _group(experts, order, tiles, num_tiles, scratch, T * K, most, E, PAIRS, TILE)
 
 
-@triton.jit(do_not_specialize=["pairs", "most"])
-def _group_kernel(experts, order, tiles, num_tiles, scratch, pairs, most, E: tl.constexpr,
-                  PAIRS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    _group(experts, order, tiles, num_tiles, scratch, pairs, most, E, PAIRS, TILE)
-
-
 # ---------------------------------------------------------------- launch
 
 #: Most rows that the program which ends last chooses for; of more each program chooses for some.
@@ -450,37 +327,11 @@ _APART = (1, 8)
 OVERLAP_ROWS = 32
 
 
-def _ints(device: torch.device, *sizes: int) -> list[Tensor]:
-    """Uninitialised int32 [size] each, of one allocation.
-
-    All begin at 16 bytes: Triton compiles anew for another alignment.
-    """
-    padded = [-(-size // 4) * 4 for size in sizes]
-    whole = torch.empty(sum(padded), dtype=torch.int32, device=device)
-    return [part[:size] for part, size in zip(whole.split(padded), sizes, strict=True)]
-
-
 def _product_shape(rows: int) -> tuple[int, int, int, int]:
     """Rows and experts of a program of the logits, its columns per step, parts of the columns."""
     if rows <= DECODE_ROWS:
         return max(16, triton.next_power_of_2(rows)), 16, 256, 8
     return 64, 64, 64, 1
-
-
-def group_triton(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_torch`; one launch up to DECODE_ROWS rows, else three."""
-    rows, k = experts.shape
-    pairs, most = rows * k, most_tiles(rows, k, num_experts)
-    padded = triton.next_power_of_2(pairs) if rows <= DECODE_ROWS else 1
-    order, tiles, num_tiles, scratch = _ints(experts.device, pairs, 3 * most, 1, padded)
-    if rows > DECODE_ROWS:
-        count_groups(experts.contiguous(), num_experts, order, tiles, num_tiles, tile_pairs(rows))
-        return order, tiles.view(most, 3), num_tiles
-    _group_kernel[(1,)](
-        experts.contiguous(), order, tiles, num_tiles, scratch, pairs, most,
-        E=num_experts, PAIRS=padded, TILE=tile_pairs(rows), num_warps=4,
-    )  # fmt: skip
-    return order, tiles.view(most, 3), num_tiles
 
 
 def route_triton(
@@ -508,7 +359,7 @@ def route_triton(
     decode, whole = count <= DECODE_ROWS, count <= _ROWS
     padded = triton.next_power_of_2(pairs) if decode else 1
     sizes = pairs, pairs, 3 * most, 1, padded
-    experts, order, tiles, num_tiles, scratch = _ints(device, *sizes)
+    experts, order, tiles, num_tiles, scratch = ints(device, *sizes)
     weights = torch.empty(count, k, dtype=torch.float32, device=device)
     logits = torch.empty(splits, count, num_experts, dtype=torch.float32, device=device)
     x = x.contiguous()

@@ -23,7 +23,7 @@ from bench.paged_model import (
     uniform_trace,
     zipf_trace,
 )
-from engine.kernels.router import group_torch, most_tiles
+from engine.kernels.grouping import group_torch, most_tiles
 from engine.plan.residency import Residency
 from tests.bench.test_engine import SMALL
 

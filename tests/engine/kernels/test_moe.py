@@ -12,20 +12,14 @@ from torch import Tensor
 from engine.kernels import at_once, reference
 from engine.kernels.counters import counters
 from engine.kernels.formats import Matrix, dequantise
+from engine.kernels.grouping import DECODE_ROWS, DECODE_TILE, STREAM_ROWS, group_torch
 from engine.kernels.linear import linear_triton
 from engine.kernels.moe import moe_torch, moe_triton
 from engine.kernels.moe_decode import LAYOUT, Layout, can_stream, stream_experts
 from engine.kernels.moe_plain import can_take_plain, plain_experts
 from engine.kernels.moe_prefill import grouped_experts
 from engine.kernels.roundtrip import round_trip_fp8
-from engine.kernels.router import (
-    DECODE_ROWS,
-    DECODE_TILE,
-    STREAM_ROWS,
-    Routing,
-    group_torch,
-    route_triton,
-)
+from engine.kernels.router import Routing, route_triton
 from tests.engine.kernels.passes import DEVICE, Sequence, rows_of
 
 GPU = torch.cuda.is_available()

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.router import (
+from engine.kernels.grouping import (
     DECODE_ROWS,
     SHORT_ROWS,
-    Routing,
     group_torch,
     group_triton,
     most_tiles,
-    route_torch,
-    route_triton,
     tile_pairs,
 )
+from engine.kernels.router import Routing, route_torch, route_triton
 from tests.engine.kernels.passes import DEVICE, Sequence, noise, rows_of
 
 GPU = torch.cuda.is_available()

@@ -11,10 +11,11 @@ from torch import Tensor
 from engine.device.rows import build_rows
 from engine.kernels.formats import Matrix
 from engine.kernels.gqa import add_norm_torch
+from engine.kernels.grouping import group_torch
 from engine.kernels.linear import linear_torch
 from engine.kernels.moe import moe_torch
 from engine.kernels.norm_route import norm_route_torch, norm_route_triton
-from engine.kernels.router import Routing, group_torch
+from engine.kernels.router import Routing
 from engine.kernels.row import (
     FEW_ROWS,
     Missing,
