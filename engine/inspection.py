@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from engine.api import EngineError
 from engine.architectures import read_config
 from engine.config_checks import CSA_RATIO
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoint import Checkpoint, CheckpointError
 from engine.model.names import part
 from engine.model.qwen3 import QwenCheckpoint
 from engine.qwen3_config import Qwen3Config
@@ -84,8 +84,10 @@ def _qwen(folder: Path, config: Qwen3Config) -> tuple[list[str], list[str]]:
     ]
     try:
         QwenCheckpoint(folder, config, torch.device("cpu"))
+    except CheckpointError as error:
+        return lines, list(error.problems)
     except EngineError as error:
-        return lines, str(error).removeprefix(f"{folder}: ").split("; ")
+        return lines, [str(error)]
     return lines, []
 
 

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.api import EngineError
 from engine.kernels import gqa
 from engine.kernels.formats import Matrix, dequantise
 from engine.kernels.gqa_decode import decode_gqa_triton
@@ -29,7 +28,7 @@ from engine.kernels.ops import Implementation, Ops, ops
 from engine.kernels.rope import rope_table
 from engine.kernels.row import linear_row, norm_linear_row, takes_row
 from engine.kernels.rows import Narrowing, Rows
-from engine.model.checkpoint import SAMPLES
+from engine.model.checkpoint import SAMPLES, CheckpointError
 from engine.model.experts import Experts, Meanwhile
 from engine.model.packed import join
 from engine.model.placement import FILLERS, Placement
@@ -310,8 +309,8 @@ class QwenCheckpoint:
         device: where tensors go.
 
     Raises:
-        EngineError: listing every missing, misshapen and unknown tensor, or experts whose stored
-            forms depend on each other.
+        CheckpointError: files are absent or damaged, or tensors missing, misshapen or unknown.
+        EngineError: experts' stored forms depend on each other.
     """
 
     threads = FILLERS
@@ -322,9 +321,16 @@ class QwenCheckpoint:
         self._how = config.quantisation
         self._files: dict[str, Any] = {}
         found: dict[str, tuple[int, ...]] = {}
-        for file in sorted(path.glob("model*.safetensors")):
-            # Kept open: mapped, and its header is read once.
-            opened: Any = safe_open(file, framework="pt")
+        files = sorted(path.glob("model*.safetensors"))
+        if not files:
+            raise CheckpointError(path, ["expected model*.safetensors, got no such file"])
+        for file in files:
+            try:
+                # Kept open: mapped, and its header is read once.
+                opened: Any = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                problem = f"{file.name}: not a safetensors file: {error}"
+                raise CheckpointError(path, [problem]) from None
             for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
                 if not name.endswith(_UNREAD):
                     self._files[name] = opened
@@ -341,7 +347,7 @@ class QwenCheckpoint:
             f"{n}: missing, expected {list(s)}" for n, s in wanted.items() if n not in found
         ]
         if problems:
-            raise EngineError(f"{path}: " + "; ".join(problems))
+            raise CheckpointError(path, problems)
         self._prove(config)
 
     def _wanted(

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 
 from engine.config import ConfigError
 from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
+from engine.model.checkpoint import CheckpointError
 from engine.model.qwen3 import Qwen3Model, load_qwen3
 from engine.plan.step import Chunk
 from engine.qwen3_config import Qwen3Config
+from tests.engine.paging.checkpoints import write_qwen
 
 GOLDEN = Path(__file__).parents[2] / "data" / "oracle" / "golden_qwen3"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,3 +109,26 @@ def test_a_config_that_cannot_be_served_is_refused() -> None:
     assert "attention_bias: expected False, got True" in message
     assert "hidden_size" in message
     assert "rope_theta" in message
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    """Files that are absent, foreign, cut or incomplete are told in a line, by name."""
+    folder = write_qwen(tmp_path)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    garbage = (b"", b"abc", b"x" * 100, (8).to_bytes(8, "little") + b"not json", whole[:-10])
+    for content in garbage:
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            load_qwen3(folder, kernels="torch", device="cpu")
+        (problem,) = caught.value.problems
+        assert problem.startswith("model.safetensors: not a safetensors file: ")
+        assert str(caught.value) == f"{folder}: {problem}"
+    tensors = {name: tensor for name, tensor in load(whole).items() if "experts" not in name}
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"missing, expected \[.*; and 64 more$") as caught:
+        load_qwen3(folder, kernels="torch", device="cpu")
+    assert len(caught.value.problems) == 3 * 8 * 3
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"expected model\*\.safetensors, got no such file"):
+        load_qwen3(folder, kernels="torch", device="cpu")
