@@ -44,7 +44,7 @@ MODULES = {
     "store_history": "engram",
     "route": "router",
     "norm_route": "norm_route",
-    "group": "router",
+    "group": "grouping",
     "moe": "moe",
     "sample": "sampler",
 }
