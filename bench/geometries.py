@@ -1,6 +1,6 @@
 """Model shapes that figures are given for: the widths of the published models, fewer layers.
 
-Weights are drawn from a seed (engine.model.packed.RandomSource). Fields that a shape does not name
+Weights are drawn from a seed (engine.model.sources.RandomSource). Fields that a shape does not name
 are those of the official configuration (model.md 1.1).
 """
 

@@ -45,8 +45,10 @@ from engine.model.drafting import Drafter
 from engine.model.dspark import Dspark
 from engine.model.fast import FastModel, random_fast_model
 from engine.model.mtp import Mtp
-from engine.model.packed import PackedDspark, PackedMtp, RandomSource, pack_dspark, pack_mtp
+from engine.model.packed import PackedDspark, PackedMtp
+from engine.model.packing import pack_dspark, pack_mtp
 from engine.model.placement import Placement
+from engine.model.sources import RandomSource
 from engine.model.speculate import Speculator, Wanted
 from engine.options import EngineConfig
 from engine.plan.step import Chunk

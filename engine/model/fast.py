@@ -35,17 +35,11 @@ from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
 from engine.model.drafting import Drafter
 from engine.model.engram import Ints, NgramHash, fold_table
 from engine.model.experts import Experts, Meanwhile
-from engine.model.packed import (
-    CheckpointSource,
-    PackedLayer,
-    PackedMoe,
-    PackedSite,
-    PackedWeights,
-    RandomSource,
-    pack,
-)
+from engine.model.packed import PackedLayer, PackedMoe, PackedSite, PackedWeights
+from engine.model.packing import pack
 from engine.model.placement import Placement
 from engine.model.prefetch import Guess, Prefetch, guess_by_gate, guess_by_table
+from engine.model.sources import CheckpointSource, RandomSource
 from engine.model.v4 import frequencies
 from engine.plan.records import forms_of
 

@@ -30,7 +30,7 @@ from engine.kernels.row import linear_row, norm_linear_row, takes_row
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.checkpoint import SAMPLES, CheckpointError
 from engine.model.experts import Experts, Meanwhile
-from engine.model.packed import join
+from engine.model.packing import join
 from engine.model.placement import FILLERS, Placement
 from engine.model.prefetch import Prefetch, guess_by_gate
 from engine.model.quant import quantise_fp8
@@ -60,7 +60,7 @@ class QwenSource(Protocol):
         """Matrix of a linear's name (without .weight), as stored."""
 
     def on_host(self) -> QwenSource:
-        """As engine.model.packed.Source."""
+        """As engine.model.sources.Source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +470,7 @@ class QwenRandom:
         return Matrix("fp8", data, scale.view(torch.uint8), FP8_BLOCK)
 
     def on_host(self) -> QwenRandom:
-        """Itself, as engine.model.packed.RandomSource."""
+        """Itself, as engine.model.sources.RandomSource."""
         return self
 
 

@@ -33,8 +33,9 @@ from engine.model.drafting import Drafter, Spread
 from engine.model.dspark import Dspark
 from engine.model.fast import FastModel, Held, Pass
 from engine.model.mtp import Mtp
-from engine.model.packed import CheckpointSource, pack_dspark, pack_mtp
+from engine.model.packing import pack_dspark, pack_mtp
 from engine.model.placement import Placement
+from engine.model.sources import CheckpointSource
 from engine.plan.layout import Drafting
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from engine.model.drafting import Drafter
 from engine.model.dspark import Dspark
 from engine.model.fast import FastModel, Held, Pass, load_fast_model
 from engine.model.mtp import Mtp
-from engine.model.packed import CheckpointSource, pack_dspark, pack_mtp
+from engine.model.packing import pack_dspark, pack_mtp
 from engine.model.placement import Placement
+from engine.model.sources import CheckpointSource
 from engine.model.speculate import Wanted
 from engine.plan.step import Chunk
 from tests.engine.model import drive

@@ -18,7 +18,7 @@ from engine.kernels.router import Routing
 from engine.model import quantised
 from engine.model.expert_layout import ExpertLayout
 from engine.model.experts import PagedExperts
-from engine.model.packed import join
+from engine.model.packing import join
 from engine.model.placement import Placement
 from engine.model.quantised import read_linear, repack_experts, repacker
 from engine.model.qwen3 import QwenRandom, load_qwen3
