@@ -25,6 +25,7 @@ from engine.device.recorder import RoutingRecorder
 from engine.device.refusals import Gpu, check_engine
 from engine.device.runner import ModelRunner
 from engine.expert_paging import Paging, paging_of
+from engine.kernels.at_once import GridError
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel, load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
@@ -97,6 +98,10 @@ def build(path: Path, options: EngineConfig) -> Built:
     except torch.OutOfMemoryError as error:
         raise EngineError(
             f"the engine does not fit into memory: {error}; bathyal engine plan says who gets what"
+        ) from None
+    except GridError as error:
+        raise EngineError(
+            f"the kernels do not fit this GPU: {error}; --kernels torch does without them"
         ) from None
     logger.info(
         "engine ready: weights in %.1f s, pools and decode steps in %.1f s",

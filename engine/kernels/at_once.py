@@ -36,6 +36,10 @@ SHARED_BESIDE = 1024
 _fitting: set[object] = set()
 
 
+class GridError(RuntimeError):
+    """A grid whose programs wait for one another has more of them than fit on the GPU at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """What a GPU has for programs.
@@ -92,7 +96,7 @@ def launch_at_once(
         how: its constants and options, by name.
 
     Raises:
-        RuntimeError: fewer programs than these fit on the GPU at once; nothing is launched.
+        GridError: fewer programs than these fit on the GPU at once; nothing is launched.
     """
     what = (kernel.__name__, programs, device, *how.values())
     if not INTERPRETED and what not in _fitting:
@@ -110,7 +114,7 @@ def _check(name: str, compiled: Any, programs: int, room: Room) -> None:
     each = room.programs(registers, meta.shared, meta.num_warps)
     most = each * room.multiprocessors
     if programs > most:
-        raise RuntimeError(
+        raise GridError(
             f"{name}: its programs wait for one another and must be on the GPU at once: expected at"
             f" most {most} ({each} on each of {room.multiprocessors} multiprocessors, with"
             f" {meta.num_warps} warps, {registers} registers a thread and {meta.shared} bytes of"

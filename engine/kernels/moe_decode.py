@@ -160,8 +160,8 @@ def stream_experts(
     `layout` is for measurements.
 
     Raises:
-        RuntimeError: the first call of a shape on a device is under capture, or the layout's
-            programs do not fit on the device at once.
+        GridError: the layout's programs do not fit on the device at once.
+        RuntimeError: the first call of a shape on a device is under capture.
     """
     rows, choices = routing.experts.shape
     d, inner = w2.shape[-2:]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -17,6 +18,7 @@ import pytest
 from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.device.build import build
+from engine.kernels import at_once
 from engine.options import EngineConfig
 from gateway import __version__
 from gateway.cli import main
@@ -331,6 +333,30 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("engine.cli.main", interrupted)
     assert main(["engine", "audit"]) == 130
+
+
+def test_a_grid_that_does_not_fit_the_gpu_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that a start may not launch ends it as any option that cannot be served does."""
+    room = at_once.Room(multiprocessors=132, threads=2048, shared=232448)
+    compiled = SimpleNamespace(
+        _init_handles=lambda: None, n_regs=128, metadata=SimpleNamespace(num_warps=2, shared=0)
+    )
+
+    def refuse(*args: object, **how: object) -> None:
+        at_once._check("experts_kernel", compiled, 133 * 8, room)
+
+    monkeypatch.setattr("engine.device.build.FastRunner", refuse)
+    monkeypatch.setattr("gateway.cli.to_stderr", lambda level: None)
+    status = main(["serve", "--port", "0", "--device", "cpu", "--runner", "fast"])
+
+    told = capsys.readouterr().err
+    assert status == 2
+    assert told.count("\n") == 1
+    assert told.startswith("bathyal: the kernels do not fit this GPU: experts_kernel: ")
+    assert "expected at most 1056 (8 on each of 132 multiprocessors" in told
+    assert told.endswith("got 1064; --kernels torch does without them\n")
 
 
 def test_misuse_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,7 +331,7 @@ def test_programs_that_do_not_fit_are_not_launched(monkeypatch: pytest.MonkeyPat
         (255, 8, each, 4 * 132),
     ):
         fault = Compiled(registers, shared)
-        with pytest.raises(RuntimeError, match=f"expected at most {most} .* got {programs}"):
+        with pytest.raises(at_once.GridError, match=f"expected at most {most} .* got {programs}"):
             at_once.launch_at_once(fault, programs, device, FAULT=(registers, shared))
         assert fault.asked == ["compiled", "loaded"]
 
@@ -346,7 +346,7 @@ def test_a_grid_beyond_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     )
     stream_experts(x, r, *args, limit=LIMIT, act_group=128)  # with as many as fit
     monkeypatch.setattr(Layout, "programs", 1_000_000)
-    with pytest.raises(RuntimeError, match=r"must be on the GPU at once: .* got 1000000"):
+    with pytest.raises(at_once.GridError, match=r"must be on the GPU at once: .* got 1000000"):
         stream_experts(x, r, *args, limit=LIMIT, act_group=128)
 
 
