@@ -40,7 +40,8 @@ from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.model.experts import PagedExperts
-from engine.model.fast import FastModel, random_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import random_fast_model
 from engine.options import EngineConfig
 from engine.thread import EngineThread
 from gateway.backends.embedded import EmbeddedBackend

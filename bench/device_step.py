@@ -35,7 +35,7 @@ from engine.device.rows import build_narrowings, build_rows
 from engine.kernels.feed import feed_torch, feed_triton
 from engine.kernels.ops import Implementation
 from engine.kernels.rows import Rows
-from engine.model.fast import random_fast_model
+from engine.model.loading import random_fast_model
 from engine.plan.replay import stages, tail_of
 from engine.plan.step import Chunk
 

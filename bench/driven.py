@@ -25,7 +25,8 @@ from engine.device.rows import build_rows
 from engine.kernels.moe import moe_triton
 from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
-from engine.model.fast import FastModel, random_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import random_fast_model
 from engine.model.qwen3 import Qwen3Model, random_qwen3
 from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
 from engine.plan.replay import Replay, tail_of

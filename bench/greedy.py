@@ -39,7 +39,8 @@ from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
 from engine.kernels.ops import Implementation
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from engine.options import EngineConfig
 from engine.plan.step import Chunk
 

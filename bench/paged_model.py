@@ -32,7 +32,8 @@ from engine.kernels.paging import HITS, MISSES
 from engine.kernels.router import Routing
 from engine.kernels.rows import Rows
 from engine.model.experts import PagedExperts
-from engine.model.fast import FastModel, random_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import random_fast_model
 from engine.model.prefetch import Guess, Prefetch
 from engine.model.qwen3 import Qwen3Model, random_qwen3
 from engine.plan.residency import Residency

@@ -33,7 +33,7 @@ from bench.engine import Engine
 from bench.rows import make_rows, spread, write_rows
 from engine.api import PrefillMode, TokenDelta
 from engine.kernels.rows import Narrowing
-from engine.model.fast import Flow, Pass
+from engine.model.flow import Flow, Pass
 from engine.options import TAIL_BUCKETS
 
 Row = dict[str, Any]

@@ -43,7 +43,8 @@ from engine.device.rows import build_rows
 from engine.kernels.accept import NO_STOP
 from engine.model.drafting import Drafter
 from engine.model.dspark import Dspark
-from engine.model.fast import FastModel, random_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import random_fast_model
 from engine.model.mtp import Mtp
 from engine.model.packed import PackedDspark, PackedMtp
 from engine.model.packing import pack_dspark, pack_mtp

@@ -27,7 +27,8 @@ from engine.device.runner import ModelRunner
 from engine.expert_paging import Paging, paging_of
 from engine.kernels.at_once import GridError
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
 from engine.model.speculate import Speculator, load_drafter
 from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores

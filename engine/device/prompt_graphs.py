@@ -33,7 +33,8 @@ from engine.device.graphs import Captured, Capturer, capture_all
 from engine.device.kvpool import KVPool
 from engine.device.row_buffers import RowBuffers
 from engine.device.seals import Seals
-from engine.model.fast import FastModel, Flow, Pass
+from engine.model.fast import FastModel
+from engine.model.flow import Flow, Pass
 from engine.plan.replay import Tail
 
 #: Rows of a bucket for each prompt that it has room for.

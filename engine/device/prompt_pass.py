@@ -17,7 +17,7 @@ from engine.device.sampler import Draw, Sample, logprobs_of, sample
 from engine.kernels.ops import Ops
 from engine.kernels.rows import Narrowing, Rows
 from engine.model.experts import Experts
-from engine.model.fast import FrontRun, TailRun
+from engine.model.flow import FrontRun, TailRun
 from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk
 

@@ -30,7 +30,8 @@ from engine.device.row_buffers import RowBuffers
 from engine.device.seals import Seals
 from engine.kernels.mhc import HcIn
 from engine.kernels.rows import Narrowing
-from engine.model.fast import FastModel, Flow, Pass
+from engine.model.fast import FastModel
+from engine.model.flow import Flow, Pass
 from engine.plan.replay import Tail
 
 _FLOW = ("streams", "parts", "pre", "post", "comb")

@@ -22,7 +22,8 @@ from engine.model.packed import PackedHead, PackedLayer
 
 if TYPE_CHECKING:
     from engine.device.kvpool import KVPool
-    from engine.model.fast import FastModel, Flow, Pass
+    from engine.model.fast import FastModel
+    from engine.model.flow import Flow, Pass
 
 #: Draws the tokens of one place of the drafts from logits float32 [B, V]: ids int64 [B].
 Pick = Callable[[Tensor, int], Tensor]

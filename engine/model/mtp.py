@@ -29,7 +29,8 @@ from engine.model.packed import PackedMtp
 
 if TYPE_CHECKING:
     from engine.device.kvpool import KVPool
-    from engine.model.fast import FastModel, Flow, Pass
+    from engine.model.fast import FastModel
+    from engine.model.flow import Flow, Pass
 
 
 class Mtp:

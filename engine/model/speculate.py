@@ -31,7 +31,8 @@ from engine.kernels.rows import Rows
 from engine.model.checkpoint import Checkpoint
 from engine.model.drafting import Drafter, Spread
 from engine.model.dspark import Dspark
-from engine.model.fast import FastModel, Held, Pass
+from engine.model.fast import FastModel
+from engine.model.flow import Held, Pass
 from engine.model.mtp import Mtp
 from engine.model.packing import pack_dspark, pack_mtp
 from engine.model.placement import Placement

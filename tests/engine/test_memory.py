@@ -111,7 +111,7 @@ def test_the_fast_runner_holds_what_is_planned(
     inputs = [*buffers.tensors().values(), buffers._rows, buffers._ones]
     steps = {item.what: item.nbytes for item in plan.items if item.owner == "steps"}
     assert steps["input and results"] == sum(tensor.nbytes for tensor in inputs)
-    assert steps["rotary tables"] == sum(table.nbytes for table in model._rope)
+    assert steps["rotary tables"] == model.plain_rope.nbytes + model.compressed_rope.nbytes
     logits = sum(runner.graphs.run(bucket).nbytes for bucket in runner.graphs.buckets)
     assert steps["logits"] == logits
     assert of(plan, "host") == 0

@@ -16,7 +16,8 @@ from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.device.runner import ModelRunner
 from engine.model.checkpoint import load_model
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from engine.model.v4 import Model
 from engine.options import EngineConfig
 

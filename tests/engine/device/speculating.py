@@ -17,7 +17,9 @@ from engine.device.fast_runner import FastRunner
 from engine.device.kvpool import KVPool
 from engine.kernels.rows import Rows
 from engine.model.drafting import Drafter, Pick
-from engine.model.fast import FastModel, Flow, Pass, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.flow import Flow, Pass
+from engine.model.loading import load_fast_model
 from engine.model.speculate import Speculator, load_drafter
 from engine.options import EngineConfig
 from engine.plan.layout import Drafting

@@ -17,7 +17,7 @@ from engine.device.kvpool import KVPool
 from engine.device.warm_up import warm_chunks, warm_groups
 from engine.kernels.feed import UNUSABLE, feed_triton
 from engine.kernels.ops import ops
-from engine.model.fast import load_fast_model
+from engine.model.loading import load_fast_model
 from tests.engine.model import build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

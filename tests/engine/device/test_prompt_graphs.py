@@ -203,7 +203,7 @@ def test_results_of_rows_that_pad_are_seen(
     def wrong(self: Any, count: int) -> Any:
         return self._take(lambda tensor: tensor[len(tensor) - count :])
 
-    monkeypatch.setattr("engine.model.fast.Flow.head", wrong)
+    monkeypatch.setattr("engine.model.flow.Flow.head", wrong)
 
     assert "logits differ" in faults(fast, [20], ["off"], [0])
 

@@ -13,7 +13,9 @@ from engine.device.kvpool import KVPool
 from engine.device.prompt_graphs import PromptGraphs
 from engine.device.rows import build_rows
 from engine.kernels.rows import Rows
-from engine.model.fast import FastModel, Pass, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.flow import Pass
+from engine.model.loading import load_fast_model
 from engine.plan.replay import tail_of
 from engine.plan.step import Chunk
 from tests.engine.device.on_gpu import SIZES, write_checkpoint

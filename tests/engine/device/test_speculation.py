@@ -17,7 +17,7 @@ from engine.core import EngineCore, load_engine
 from engine.device import speculation as runner_side
 from engine.device.fast_runner import FastRunner
 from engine.model import mtp, speculate
-from engine.model.fast import Held
+from engine.model.flow import Held
 from engine.options import EngineConfig
 from tests.engine.device import engines
 from tests.engine.device.engines import OPTIONS, make_reference, requests, run, same

@@ -11,7 +11,8 @@ import torch
 
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
-from engine.model.fast import Held, Pass, load_fast_model
+from engine.model.flow import Held, Pass
+from engine.model.loading import load_fast_model
 from tests.engine.fast.drafts import feed, load, make_pool, propose
 from tests.engine.model import build, drive
 from tests.oracle_naive.config import Config

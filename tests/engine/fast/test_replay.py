@@ -13,7 +13,8 @@ from engine.device.batch import ForwardBatch
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_narrowings, build_rows
 from engine.model.checkpoint import load_model
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from engine.model.v4 import Model
 from engine.plan.replay import Tail, stages
 from engine.plan.step import Chunk

@@ -13,7 +13,8 @@ from engine.device.rows import build_rows
 from engine.kernels.accept import NO_STOP, accept_torch
 from engine.kernels.feed import UNUSABLE
 from engine.model.drafting import Drafter
-from engine.model.fast import FastModel, Pass
+from engine.model.fast import FastModel
+from engine.model.flow import Pass
 from engine.model.speculate import Speculator
 from engine.plan.step import Chunk
 from tests.engine.fast.drafts import BLOCKS, load, make_pool, one_row, wanted

@@ -10,7 +10,8 @@ import torch
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_rows
 from engine.model.checkpoint import load_model
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from tests.engine.model import build, drive
 
 LENGTH = 150

@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.device.kvpool import KVPool
 from engine.device.rows import build_narrowings, build_rows
 from engine.device.tail_graphs import TailGraphs
-from engine.model.fast import FastModel, load_fast_model
+from engine.model.fast import FastModel
+from engine.model.loading import load_fast_model
 from engine.plan.replay import stages, tail_of
 from engine.plan.step import Chunk
 from tests.engine.model import build, drive
