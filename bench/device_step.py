@@ -106,7 +106,7 @@ class Bench:
         rows = dataclasses.replace(rows, starts=rows.positions)
         step = self._step(rows)
         run = step
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for _ in range(2):
                 step()
@@ -120,7 +120,7 @@ class Bench:
         found = []
         for repeat in range(repeats + 2):
             rows.positions.copy_(start)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             for _ in range(steps):
                 run()
@@ -195,9 +195,11 @@ class Bench:
             rows, wanted = build_rows([piece], block_size=BLOCK, device="cuda")
             plan = stages(tail, [piece])
             narrowings, narrowed = build_narrowings(rows, [piece], plan)
-            *_, logits = self.model.prefill(
+            *_, last = self.model.prefill(
                 rows, self.pool, narrowed if plan else wanted, narrowings=narrowings
             )
+            assert last is not None
+            logits = last
         return logits
 
     def time_prompt(
@@ -252,10 +254,10 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             modes: list[PrefillMode] = args.prefill.split(",")
             # A long prompt is timed less often: a repeat of it takes as long as many short ones.
             repeats = max(1, args.repeats * 16384 // max(length, 16384))
-            times = bench.time_prompt(length, args.chunk, repeats, modes)
-            base = statistics.median(times[modes[0]])
+            by_mode = bench.time_prompt(length, args.chunk, repeats, modes)
+            base = statistics.median(by_mode[modes[0]])
             flops = prompt_flops(bench.config, bench.model.weights, length)
-            for prefill, values in times.items():
+            for prefill, values in by_mode.items():
                 found = spread(values)
                 row = {
                     "bench": "prompt",

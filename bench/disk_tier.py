@@ -60,7 +60,7 @@ class Experts:
             path = folder / f"model-{first:05}.safetensors"
             save_file(tensors, path)
             self.files.append(path)
-        self._opened = [safe_open(path, framework="pt") for path in self.files]
+        self._opened: list[Any] = [safe_open(path, framework="pt") for path in self.files]
 
     def read(self, expert: int) -> tuple[Matrix, Matrix]:
         """One expert, mapped."""

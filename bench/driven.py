@@ -114,7 +114,7 @@ class Driven:
         model = draw(config, kernels=KERNELS[mode], device=device, max_model_len=context)
         if device == "cuda":
             model.ops = dataclasses.replace(model.ops, moe=moe_triton)
-        self.sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self.sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.sync()
         drawn = time.perf_counter()
         self._model, self._device = model, device
@@ -202,7 +202,8 @@ class Driven:
         with torch.profiler.profile(activities=activities) as trace, torch.inference_mode():
             self.runner.graphs.run(self.runner.graphs.bucket_for(batch))
             torch.cuda.synchronize()
-        return sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
+        found: int = sum(e.count for e in trace.key_averages() if e.self_device_time_total > 0)
+        return found
 
     def bound(self, batch: int, context: int) -> tuple[list[int], float]:
         """Experts that each layer reads in a step of random tokens, and the time to read all of it.

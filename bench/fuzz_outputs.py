@@ -118,6 +118,9 @@ FIELDS: tuple[dict[str, Any], ...] = (
 )
 
 
+Kind = Literal["written", "mutated", "soup"]
+
+
 @dataclass(frozen=True)
 class Case:
     """One output and what it is played to.
@@ -134,7 +137,7 @@ class Case:
     """
 
     number: int
-    kind: Literal["written", "mutated", "soup"]
+    kind: Kind
     ids: list[int]
     profile: str
     protocol: Protocol
@@ -201,7 +204,7 @@ def mutate(codec: Codec, rng: random.Random, ids: list[int]) -> list[int]:
 def make(codec: Codec, seed: int, number: int) -> Case:
     """Make a case."""
     rng = random.Random(f"{seed}:{number}")
-    kind = rng.choice(("written", "mutated", "mutated", "soup"))
+    kind: Kind = rng.choice(("written", "mutated", "mutated", "soup"))
     if kind == "soup":
         pieces = [rng.choice((*PIECES, *WORDS)) for _ in range(rng.randrange(30))]
     else:

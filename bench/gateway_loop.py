@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import orjson
 
@@ -92,11 +93,8 @@ def watched() -> Iterator[Watch]:
         watch.longest_wall = max(watch.longest_wall, time.perf_counter() - wall)
         watch.longest_cpu = max(watch.longest_cpu, taken)
 
-    asyncio.events.Handle._run = timed  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(asyncio.events.Handle, "_run", timed):
         yield watch
-    finally:
-        asyncio.events.Handle._run = run  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,7 @@ def prepare(part: str) -> None:
         chunk = Chunk("", 0, 0, (0,) * length, (0,) * -(-length // BLOCK), wants_logits=True)
         rows, wanted = build_rows([chunk], block_size=BLOCK, device="cuda")
         *_, logits = model.prefill(rows, pool, wanted)
+        assert logits is not None
         logits.sum().item()
 
 

@@ -156,7 +156,7 @@ class Teacher:
 
 def compare_logprobs(teacher: Teacher, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Rows: how the log-probabilities of right answers move against `off`, by group and mode."""
-    moved: dict[tuple[str, str], list[tuple[float, float, float, bool]]] = {}
+    moved: dict[tuple[PrefillMode, str], list[tuple[float, float, float, bool]]] = {}
     for case in chosen:
         if not case.draft:
             continue

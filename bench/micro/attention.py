@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from engine.kernels.records import pack_torch
 from engine.kernels.rope import rope_table
 from engine.kernels.rows import Rows
 from engine.kernels.window import window_keys_triton
-from engine.plan.records import Forms, forms_of
+from engine.plan.records import Form, Forms, forms_of
 
 HEADS, DIM, WINDOW, TOPK, PAIRS, BLOCK = 64, 512, 128, 512, 32, 256
 LAYERS = 6
@@ -46,12 +47,28 @@ FORMS = {
 }
 
 
+class Keywords(TypedDict):
+    """What one layer's attention takes by name."""
+
+    ratio: int
+    head_norm_eps: float
+    window: int
+    scale: float
+    window_form: Form
+    entry_form: Form
+
+
 @dataclass
 class Layer:
     """What one layer's attention takes."""
 
-    args: tuple[Tensor | Rows | None, ...]
-    keywords: dict[str, object]
+    args: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Rows]
+    keywords: Keywords
+
+
+def normal(*shape: int) -> Tensor:
+    """Random numbers, bfloat16."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
 def layer(rows: Rows, kind: str, seed: int, forms: Forms) -> Layer:
@@ -64,13 +81,11 @@ def layer(rows: Rows, kind: str, seed: int, forms: Forms) -> Layer:
         forms: of keys.
     """
     torch.manual_seed(seed)
-    options = {"device": "cuda", "dtype": torch.bfloat16}
     tokens, ratio = rows.num_rows, {"window": 0, "choice": 4, "all": 128}[kind]
     entries = choice = None
     if ratio:
         blocks = int(rows.tables.max()) + 1
-        entries = torch.randn(blocks, BLOCK // ratio, DIM, **options)
-        entries = pack_torch(entries, forms.entries, 2 * PAIRS)
+        entries = pack_torch(normal(blocks, BLOCK // ratio, DIM), forms.entries, 2 * PAIRS)
     if kind == "choice":
         visible = (rows.positions + 1) // ratio
         # a random ascending choice: one entry of each of TOPK equal stretches
@@ -86,18 +101,16 @@ def layer(rows: Rows, kind: str, seed: int, forms: Forms) -> Layer:
         choice = torch.where(real, places, -1).int()
     freqs = reference.rope_frequencies(2 * PAIRS, 160000.0).cuda()
     args = (
-        torch.randn(tokens, HEADS * DIM, **options),
-        pack_torch(torch.randn(tokens, DIM, **options), forms.window, 2 * PAIRS),
-        pack_torch(
-            torch.randn(rows.num_sequences + 1, WINDOW, DIM, **options), forms.window, 2 * PAIRS
-        ),
+        normal(tokens, HEADS * DIM),
+        pack_torch(normal(tokens, DIM), forms.window, 2 * PAIRS),
+        pack_torch(normal(rows.num_sequences + 1, WINDOW, DIM), forms.window, 2 * PAIRS),
         entries,
         choice,
         torch.randn(HEADS, device="cuda"),
         rope_table(freqs, rows.max_end),
         rows,
     )
-    keywords = {
+    keywords: Keywords = {
         "ratio": ratio, "head_norm_eps": 1e-6, "window": WINDOW, "scale": DIM**-0.5,
         "window_form": forms.window, "entry_form": forms.entries,
     }  # fmt: skip
@@ -130,17 +143,15 @@ def rows_of(starts: list[int], length: int) -> Rows:
 
 def keys_read(one: Layer) -> tuple[int, int]:
     """Keys that the rows of a pass attend in all, and their bytes."""
-    ring, entries, choice = (one.args[i] for i in (2, 3, 4))
-    rows, ratio = one.args[-1], one.keywords["ratio"]
-    assert isinstance(rows, Rows)
-    assert isinstance(ring, Tensor)
+    _, _, ring, entries, choice, *_, rows = one.args
+    ratio = one.keywords["ratio"]
     keys = int((rows.positions + 1).clamp(max=WINDOW).sum())
     nbytes, more = keys * ring.shape[-1] * ring.itemsize, 0
-    if isinstance(choice, Tensor):
+    if choice is not None:
         more = int((choice >= 0).sum())
-    elif isinstance(ratio, int) and ratio:
+    elif ratio:
         more = int(((rows.positions + 1) // ratio).sum())
-    if isinstance(entries, Tensor):
+    if entries is not None:
         nbytes += more * entries.shape[-1] * entries.itemsize
     return keys + more, nbytes
 
@@ -153,9 +164,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def measure(name: str, layers: list[Layer], tiles: list[Tile]) -> None:
     """Print one line per cut, that of service first."""
     one = layers[0]
-    rows = one.args[-1]
-    assert isinstance(rows, Rows)
-    tokens, (keys, nbytes) = rows.num_rows, keys_read(one)
+    tokens, (keys, nbytes) = one.args[-1].num_rows, keys_read(one)
     moved = nbytes + 4 * tokens * HEADS * DIM
     products = keys * HEADS * DIM * 4
     forms = one.keywords["window_form"], one.keywords["entry_form"]

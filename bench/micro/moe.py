@@ -30,20 +30,24 @@ SHAPES = {"v4-flash": (4096, 2048, 256, 128), "v41": (5120, 2304, 128, 32)}
 LAYOUTS = [LAYOUT, Layout(2, 2, 4, 1, warps=4), Layout(1, 4)]
 
 
+def codes(*shape: int, least: int = 0, most: int) -> Tensor:
+    """Random bytes below `most`."""
+    return torch.empty(*shape, dtype=torch.uint8, device="cuda").random_(least, most)
+
+
 def packed(kind: str, *shape: int, block: int = FP4_GROUP) -> Matrix:
     """Random bytes with scales that keep values near 1 / sqrt(columns)."""
     *lead, rows, columns = shape
     exponent = int(127 - torch.tensor(columns).log2().item() / 2 - (1 if kind == "fp4" else 6))
-    options = {"dtype": torch.uint8, "device": "cuda"}
+    scales = {"least": exponent - 1, "most": exponent + 2}
     if kind == "fp4":
-        data = torch.empty(*lead, rows, columns // 2, **options).random_(0, 256)
-        scale = torch.empty(*lead, rows, columns // FP4_GROUP, **options)
-        return Matrix("fp4", data, scale.random_(exponent - 1, exponent + 2), FP4_GROUP)
+        data = codes(*lead, rows, columns // 2, most=256)
+        scale = codes(*lead, rows, columns // FP4_GROUP, **scales)
+        return Matrix("fp4", data, scale, FP4_GROUP)
     # Codes below 0x70 keep away from NaN.
-    data = torch.empty(*lead, rows, columns, **options).random_(0, 0x70)
+    data = codes(*lead, rows, columns, most=0x70)
     data |= torch.empty_like(data).random_(0, 2) << 7
-    scale = torch.empty(*lead, -(-rows // block), -(-columns // block), **options)
-    scale = scale.random_(exponent - 1, exponent + 2)
+    scale = codes(*lead, -(-rows // block), -(-columns // block), **scales)
     return Matrix("fp8", data.view(torch.float8_e4m3fn), scale, block)
 
 
@@ -77,7 +81,7 @@ class Layer:
 
     def nbytes(self, routing: Routing) -> int:
         """Of the weights that a call must read."""
-        touched = int(routing.experts.unique().numel())
+        touched = int(routing.experts.unique().numel())  # type: ignore[no-untyped-call]
         one = (self.w13.nbytes + self.w2.nbytes) // self.experts
         return touched * one + sum(m.nbytes for m in self.shared[0])
 
@@ -88,10 +92,11 @@ def check() -> None:
     for rows in (1, 64, 200):
         x, routing = layer.rows(rows), routed(rows, 6)
         args = x, routing, layer.w13, layer.w2, *layer.shared[0]
-        keywords = {"limit": LIMIT, "act_group": layer.block}
-        want, got = moe_torch(*args, **keywords), moe_triton(*args, **keywords)
+        want = moe_torch(*args, limit=LIMIT, act_group=layer.block)
+        kernels = partial(moe_triton, *args, limit=LIMIT, act_group=layer.block)
+        got = kernels()
         error = ((got - want).float().norm() / want.float().norm()).item()
-        same = torch.equal(got, moe_triton(*args, **keywords))
+        same = torch.equal(got, kernels())
         print(f"{rows} rows: relative error {error:.1e}, repeats bitwise: {same}", flush=True)
 
 
