@@ -280,7 +280,7 @@ class ToolGate:
             self._withhold(None, "malformed_call", noise)  # something was to be called
         elif noise.strip():
             self.report.lose(quote(noise))
-        cut = not event.complete and self._finish == "length"
+        cut = not event.complete and self._finish == "length" and self._choice.mode != "none"
         if cut and not (self.report.calls or self.report.withheld):
             self._sink.open_block()  # for the codec, which leaves out the newlines before a block
 

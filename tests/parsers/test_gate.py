@@ -557,6 +557,22 @@ def test_an_empty_block_is_an_empty_answer(play: Play) -> None:
     assert (said(got)["calls"], got["finish"], got["bathyal"]) == ([], "stop", None)
 
 
+def test_a_reply_cut_where_no_call_is_wanted_has_no_marker(codec: Codec) -> None:
+    """Under `length` and tool_choice "none", at every token: the text before the block, no more."""
+    ids = encode(codec, f"Hi there\n\n{block(call('f', param('s', 'xy')), call('g'))}")
+    for end in range(len(ids) + 1):
+        got = talk(
+            codec,
+            ids[:end],
+            "length",
+            tools=TOOLS,
+            tool_choice="none",
+            thinking={"type": "disabled"},
+        )
+        assert "Hi there\n\n<".startswith(got["content"])
+        assert (got["calls"], got["finish"]) == ([], "length")
+
+
 @pytest.mark.parametrize("begin", ["", "R</think>", "R"])
 def test_a_reply_cut_anywhere_says_what_the_codec_says(
     codec: Codec, bare: Codec, begin: str
