@@ -21,7 +21,7 @@ def codecs() -> dict[str, Codec]:
 
 def test_the_first_cases_hold(codecs: dict[str, Codec]) -> None:
     """All kinds of output, all profiles and protocols are among them."""
-    cases = [fuzz_outputs.make(codecs["agent"], 0, number) for number in range(60)]
+    cases = [fuzz_outputs.make(codecs["agent"], 0, number) for number in range(600)]
     for case in cases:
         fuzz_outputs.check(codecs[case.profile], case)
     assert {case.kind for case in cases} == {"written", "mutated", "soup"}
