@@ -26,6 +26,7 @@ from parsers.detokenize import Detokenizer, Vocabulary
 from parsers.dialects import spell
 from parsers.errors import ClientError, error_body
 from parsers.exchange import LONG_REPLY, LONG_STEP
+from parsers.frames import data_line
 from parsers.invoke import Finish
 from parsers.prompt_note import (
     NO_NOTE,
@@ -190,7 +191,7 @@ class Completion:
         if not self.stream:
             return []
         error = ClientError(message, status=status, code=code)
-        return [b"data: " + error_body("chat", error) + b"\n\n", _DONE]
+        return [data_line(error_body("chat", error)), _DONE]
 
     def body(self) -> bytes:
         """Return the whole reply; only after ``close`` and only without a stream."""
@@ -216,7 +217,7 @@ class Completion:
             return []
         if not text and finish is None:
             return []
-        return [b"data: " + self._written(text, finish) + b"\n\n"]
+        return [data_line(self._written(text, finish))]
 
     def _written(self, text: str, finish: Finish | None) -> bytes:
         scored = self.sampling.top_logprobs is not None

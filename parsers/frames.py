@@ -3,6 +3,9 @@
 Knows the JSON text of the codec's chunks as far as a search for a key goes; parses none of it
 while a reply flows. A quote inside a JSON string is escaped, so a pattern that begins with a bare
 quote can only match a key.
+
+A frame's JSON stands on one line for every reader: many split a stream where Python's
+``str.splitlines`` does, which the SSE specification does not (florimondmanca/httpx-sse#34).
 """
 
 from __future__ import annotations
@@ -26,6 +29,15 @@ _RESPONSES_USAGE = re.compile(
 )
 _CACHED = re.compile(r'(?<!\\)"input_tokens_details":\{"cached_tokens":\d+(?=\})')
 _SEQUENCE = re.compile(r'(?<!\\)"sequence_number":(\d+)')
+_BREAKS = re.compile("[\x85\u2028\u2029]")  # the further ones JSON escapes by itself
+
+
+def data_line(data: str | bytes) -> bytes:
+    """Frame JSON; what readers that know more line ends than SSE would split it at is escaped."""
+    text = data.decode() if isinstance(data, bytes) else data
+    if not text.isascii():
+        text = _BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return f"data: {text}\n\n".encode()
 
 
 class Tally:
@@ -108,7 +120,7 @@ class ChatFrames:
                 return []
             if self._index is not None:
                 chunks = [c.replace('"choices":[{"index":0,', self._index, 1) for c in chunks]
-        return [f"data: {chunk}\n\n".encode() for chunk in chunks]
+        return [data_line(chunk) for chunk in chunks]
 
     def seal(self, chunks: list[str], count: int | None, extension: dict[str, Any] | None) -> None:
         """Complete the last chunk: the engine's count of tokens, the gate's report."""
@@ -143,7 +155,7 @@ class ChatFrames:
         body = orjson.dumps({"error": inner} if self._flat else inner)
         if self._tally is not None:
             self._tally.failed = True
-        return [b"data: " + body + b"\n\n", _DONE]
+        return [data_line(body), _DONE]
 
 
 _NO_USAGE = '"usage":null}'
@@ -162,7 +174,7 @@ class _NamedFrames:
     def frames(self, chunks: list[str]) -> list[bytes]:
         """Frame the JSON of events; every one begins with its type."""
         return [
-            f"event: {chunk[9 : chunk.index(chr(34), 9)]}\ndata: {chunk}\n\n".encode()
+            f"event: {chunk[9 : chunk.index(chr(34), 9)]}\n".encode() + data_line(chunk)
             for chunk in chunks
         ]
 
@@ -199,7 +211,7 @@ class MessagesFrames(_NamedFrames):
     def error(self, error: ClientError) -> list[bytes]:
         """End the stream in an ``error`` event."""
         body = error_body("messages", error, request_id=self._request_id)
-        return [b"event: error\ndata: " + body + b"\n\n"]
+        return [b"event: error\n" + data_line(body)]
 
 
 class ResponsesFrames(_NamedFrames):

@@ -23,6 +23,7 @@ from parsers.jsontext import (
     hide_bars,
     is_strict,
     members,
+    mend_strings,
     mend_surrogates,
 )
 from parsers.policy import Action, GatePolicy, Hold
@@ -173,6 +174,11 @@ class Invoke:
         elif (halved := mend_surrogates(text)) != text and is_strict(halved):
             value = hide_bars(halved)
             self._mend("lone_surrogate", name)
+        elif (
+            (whole := mend_strings(halved)) != halved and is_strict(whole) and fits(whole, admitted)
+        ):
+            value = hide_bars(whole)
+            self._mend("unescaped_string", name)
         elif literal is not None and fits(literal, admitted):
             value = literal
             self._mend("python_literal", name)
@@ -193,7 +199,9 @@ class Invoke:
             return
         body = self.noise.strip()
         if body and not self._names:
-            found = members(spell(body)) if self._policy.json_body is Action.REPAIR else None
+            found = None
+            if self._policy.json_body is Action.REPAIR:
+                found = members(spell(body)) or members(mend_strings(spell(body)))
             if found is None:
                 self.reason = "malformed_call"
                 return

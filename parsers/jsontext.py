@@ -52,6 +52,10 @@ _ESCAPE = re.compile(
     r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)  # takes one without its end, too
+_UNITS = re.compile(
+    r"(?P<kept>\\[\"\\/])|(?P<letter>\\(?:[bfnrt]|u[0-9a-fA-F]{4}))|(?P<bare>\\)|[\x00-\x1f]"
+)
 _BLANKS = " \t\n\r"
 _BREAKS = frozenset(" \"'\\<>=|" + _BAR)
 
@@ -83,6 +87,29 @@ def mend_surrogates(text: str) -> str:
         return "\\ufffd" if found["half"] else found[0]
 
     return _ESCAPE.sub(mend, text)
+
+
+def mend_strings(text: str) -> str:
+    r"""Escape what stands bare in the strings of a JSON text, so that they say what is written.
+
+    Control characters are, and backslashes that begin no escape (``"\d+"``), unless there are escapes
+    of letters in the same string: whether ``"C:\Users\new"`` means a line end nobody can tell
+    (inngest/agent-kit#329).
+    """
+
+    def mend(found: re.Match[str]) -> str:
+        units = list(_UNITS.finditer(found[0]))
+        if any(unit["bare"] for unit in units) and any(unit["letter"] for unit in units):
+            return found[0]
+        return _UNITS.sub(_mended, found[0])
+
+    return _STRING.sub(mend, text)
+
+
+def _mended(unit: re.Match[str]) -> str:
+    if unit["bare"]:
+        return "\\\\"
+    return unit["kept"] or unit["letter"] or orjson.dumps(unit[0]).decode()[1:-1]
 
 
 def type_of(text: str) -> str:

@@ -215,6 +215,10 @@ VALUES = [
     ("b", "True", "true", "python_literal"),
     ("any", "None", "null", "python_literal"),
     ("any", '"\\ud83d"', '"\\ufffd"', "lone_surrogate"),
+    ("o", '{"k": "a\n\tb", "l":\n"\\n"}', '{"k": "a\\n\\tb", "l":\n"\\n"}', "unescaped_string"),
+    ("o", r'{"k": "\d+\.py \" \\"}', r'{"k": "\\d+\\.py \" \\"}', "unescaped_string"),
+    ("any", '["C:\\Users\\\n", "\\ud83d"]', r'["C:\\Users\\\n", "\ufffd"]', "unescaped_string"),
+    ("s", '{"k": "\n"}', '"{\\"k\\": \\"\\n\\"}"', "broken_json"),
     ("s", "Paris", '"Paris"', "broken_json"),
     ("s", "True", '"True"', "broken_json"),
     ("any", "{bad", '"{bad"', "broken_json"),
@@ -243,6 +247,8 @@ def test_broken_json_that_cannot_be_a_string_withholds_the_call(play: Play) -> N
     bad = param("n", "{bad", "false")
 
     assert reasons(play(block(call("f", bad)))) == [("f", "broken_json")]
+    doubtful = param("o", r'{"path": "C:\Users\new"}', "false")  # a line end, or a folder
+    assert reasons(play(block(call("f", doubtful)))) == [("f", "broken_json")]
     got = play(block(call("f", param("s", "x"), bad)))
     assert arguments(got) == ['{"s": "x", "n": "{bad"}']
     assert mends(got) == [("broken_json", "n")]
@@ -336,6 +342,7 @@ def test_a_json_body_is_the_arguments(play: Play) -> None:
     assert arguments(got) == ['{"s": "x", "n": 1.50, "a\\u0020b": [ 1 ]}']
     assert mends(got) == [("json_body", None)]
     assert arguments(play(block(call("f", "{}")))) == ["{}"]
+    assert arguments(play(block(call("f", '{"s": "x\ny"}')))) == ['{"s": "x\\ny"}']
     assert reasons(play(output, rules={"json_body": Action.WITHHOLD})) == [("f", "malformed_call")]
 
 

@@ -15,6 +15,7 @@ from parsers.jsontext import (
     is_strict,
     key_text,
     members,
+    mend_strings,
     mend_surrogates,
     type_of,
 )
@@ -123,6 +124,34 @@ def test_half_characters_in_escapes_are_replaced(text: str, want: str) -> None:
     """Only an escape of half a character changes."""
     assert mend_surrogates(text) == want
     assert is_strict(want)
+
+
+@given(st.text("a\\'\n\t\x00:{,é"))
+def test_a_string_written_bare_keeps_its_characters(text: str) -> None:
+    """Control characters and backslashes that were not escaped are what was meant."""
+    bare = text.replace("\\\\", "").rstrip("\\")
+    written = f'{{"k": ["{bare}"]}}'
+
+    assert orjson.loads(mend_strings(written)) == {"k": [bare]}
+
+
+@pytest.mark.parametrize("text", [*STRICT, r'{"a\\b\"c\/": "\u00e9\n\\d"}', "[\n1\t,\n2]"])
+def test_strict_json_has_nothing_bare(text: str) -> None:
+    """What is strict stays as it is, blanks between values included."""
+    assert mend_strings(text) == text
+
+
+@pytest.mark.parametrize("text", [r'{"p": "C:\Users\new"}', '["a", "b\\', '["\n\\"', '"' * 3])
+def test_what_could_mean_two_things_is_not_made_strict(text: str) -> None:
+    """A guess at an escape, or at the end of a string, would deliver what nobody wrote."""
+    assert not is_strict(mend_strings(text))
+
+
+def test_many_quotes_are_gone_through_once() -> None:
+    """A string without its end, full of escaped quotes, does not cost its square."""
+    text = '["' + '\\"\n' * 200_000
+
+    assert len(mend_strings(text)) == len(text) + 200_000
 
 
 SCHEMA: dict[str, Any] = {

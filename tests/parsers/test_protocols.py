@@ -42,6 +42,34 @@ def test_a_stream_says_what_the_whole_reply_says(codec: Codec, protocol: str, si
     assert got["finish"] == "tool_calls"
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_event_is_one_line_for_readers_that_split_at_more(
+    codec: Codec, protocol: str, size: int
+) -> None:
+    """Unicode's line ends go out as escapes in every field, and come back as they were written."""
+    text = "a\x85b\u2028c\u2029d\x0be\x1cf"
+    written = block(call("f", param("a", text), param("o", f'{{"k": "{text[:7]}"}}', "false")))
+    frames = drive(
+        open_any(codec, protocol, tools=TOOLS, stream=True),
+        each(encode(codec, f"{text}</think>{text}{written}"), size),
+    )
+
+    stream = b"".join(frames).decode()
+    assert stream.splitlines() == stream.split("\n")[:-1]  # as httpx and its like read it
+    got = streams.message(protocol, frames)
+    assert (got["reasoning"], got["content"]) == (text, text)
+    assert orjson.loads(got["calls"][0][1]) == {"a": text, "o": {"k": text[:7]}}
+
+
+def test_a_fault_is_one_line_too(codec: Codec) -> None:
+    """An error in a stream may repeat what a client or a model wrote."""
+    for protocol in PROTOCOLS:
+        exchange = open_any(codec, protocol, tools=TOOLS, stream=True)
+        stream = b"".join([*exchange.start(1, 0), *exchange.fail("a\u2028b")]).decode()
+        assert stream.splitlines() == stream.split("\n")[:-1]
+
+
 BIG = "123456789012345678901234567890"
 
 

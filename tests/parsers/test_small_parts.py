@@ -317,7 +317,7 @@ def complete(codec: Codec, **fields: Any) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_a_completion_is_plain_text(codec: Codec, size: int) -> None:
     """Nothing is parsed, markers are text, the stop token is cut; streamed or whole."""
-    text = "<think>x</think>｜DSML｜ 👩 é"
+    text = "<think>x</think>｜DSML｜ 👩 é\u2028"
     ids = encode(codec, text + "<｜end▁of▁sentence｜>more")
     stream, whole = complete(codec, stream=True), complete(codec)
     frames = drive(stream, each(ids, size), completion_tokens=9)
@@ -325,6 +325,7 @@ def test_a_completion_is_plain_text(codec: Codec, size: int) -> None:
     got = chunks(frames)
     reply = orjson.loads(whole.body())
 
+    assert not any("\u2028" in frame.decode() for frame in frames)  # see frames.data_line
     assert "".join(c["choices"][0]["text"] for c in got) == text
     assert [c["choices"][0]["finish_reason"] for c in got][-1] == "stop"
     assert reply["choices"] == [
