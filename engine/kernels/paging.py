@@ -166,9 +166,12 @@ def slots_of_torch(experts: Tensor, state: SlotState) -> Tensor:
 def _decide_kernel(
     experts, tiles, named, origins, slot_expert, expert_slot, last_use, early, counters, moves,
     num_pairs, num_tiles, num_slots, num_experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    TILES: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program; SLOTS, EXPERTS and TILES are powers of two. AHEAD: as bring_ahead_torch."""
+    """One program; SLOTS, EXPERTS, TILES and PAIRS are powers of two. AHEAD: as bring_ahead_torch.
+
+    PAIRS: pairs that are looked for at once; most of them are in slots.
+    """
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     slot = tl.arange(0, SLOTS)
@@ -178,15 +181,19 @@ def _decide_kernel(
     soon = tl.load(early + slot, mask=real, other=0)
     step = tl.load(counters) + (0 if AHEAD else 1)
     kept = tl.zeros((SLOTS,), tl.int32)
-    for pair in range(num_pairs):
-        expert = tl.load(experts + pair)
-        kept = tl.where((before == expert) & (expert >= 0), 1, kept)
+    absentees = 0
+    for first in range(0, num_pairs, PAIRS):
+        pair = first + tl.arange(0, PAIRS)
+        asked = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+        match = ((asked[:, None] == before[None, :]) & (asked >= 0)[:, None]).to(tl.int32)
+        kept = tl.maximum(kept, tl.max(match, 0))
+        absentees += tl.sum(((tl.max(match, 1) == 0) & (asked >= 0)).to(tl.int32), 0)
     hits, ahead_hits = tl.sum(kept, 0), tl.sum(kept * soon, 0)
     if not AHEAD:
         used = tl.where(kept != 0, tl.maximum(used, step), used)  # a pinned slot keeps its mark
         soon = tl.zeros((SLOTS,), tl.int32)
     held, count = before, 0
-    for pair in range(num_pairs):
+    for pair in range(tl.where(absentees > 0, num_pairs, 0)):
         expert = tl.load(experts + pair)
         absent = tl.sum((held == expert).to(tl.int32), 0) == 0
         if absent & (expert >= 0):
@@ -202,14 +209,15 @@ def _decide_kernel(
             tl.store(moves + 2 * count, expert)
             tl.store(moves + 2 * count + 1, victim)
             count += 1
-    tl.store(slot_expert + slot, held, mask=real)
     tl.store(last_use + slot, used, mask=real)
     tl.store(early + slot, soon, mask=real)
-    everyone = tl.arange(0, EXPERTS)
-    absence = tl.full((EXPERTS,), -1, tl.int32)
-    tl.store(expert_slot + everyone, absence, mask=everyone < num_experts)
-    tl.debug_barrier()
-    tl.store(expert_slot + held, slot, mask=real)
+    if count > 0:
+        tl.store(slot_expert + slot, held, mask=real)
+        everyone = tl.arange(0, EXPERTS)
+        absence = tl.full((EXPERTS,), -1, tl.int32)
+        tl.store(expert_slot + everyone, absence, mask=everyone < num_experts)
+        tl.debug_barrier()
+        tl.store(expert_slot + held, slot, mask=real)
     tl.store(counters + 3, count)
     if AHEAD:
         tl.store(counters + 4, tl.load(counters + 4) + count)
@@ -242,7 +250,8 @@ def _decide(
         experts, tiles, named, origins, state.slot_expert, state.expert_slot, state.last_use,
         state.early, state.counters, state.moves, experts.numel(), len(tiles), slots, count,
         SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(count),
-        TILES=min(16, triton.next_power_of_2(len(tiles))), AHEAD=ahead, OVERLAP=overlap,
+        TILES=min(16, triton.next_power_of_2(len(tiles))),
+        PAIRS=min(8, triton.next_power_of_2(experts.numel())), AHEAD=ahead, OVERLAP=overlap,
         num_warps=1 if slots <= 128 else 4, launch_pdl=overlap,
     )  # fmt: skip
     return named, origins
