@@ -6,11 +6,11 @@ from typing import Any
 
 import orjson
 
-from parsers.body import Body, fail, require, written
+from parsers.body import Body, fail, require
 from parsers.errors import ClientError
-from parsers.pairs import ORPHAN, UNANSWERED, Item, Mark, distinct, pair
+from parsers.pairs import UNANSWERED, Item, Mark, distinct, pair
 from parsers.reasoning import ReasoningStore
-from parsers.request import check_image
+from parsers.request import check_image, read_arguments
 from parsers.rules import Profile
 from parsers.values import ServedModel
 
@@ -181,12 +181,9 @@ def _read_calls(message: dict[str, Any], at: str, profile: Profile) -> dict[str,
         function = call.get("function")
         require(isinstance(function, dict), f"{where}.function", "an object", function)
         assert isinstance(function, dict)
-        if lenient and isinstance(function.get("arguments"), dict):
-            text = written(function["arguments"], f"{where}.function.arguments")
+        if lenient:
+            text = read_arguments(function.get("arguments"), f"{where}.function.arguments")
             function = {**function, "arguments": text}
-            call = {**call, "function": function}
-        if lenient and function.get("arguments") is None:  # of a tool that takes none
-            function = {**function, "arguments": "{}"}
             call = {**call, "function": function}
         for field in ("name", "arguments"):
             value = function.get(field)
@@ -210,8 +207,8 @@ def _mend_pairs(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             out.append(message)
         elif placed.kind == "missing":
             out.append({"role": "tool", "tool_call_id": placed.call, "content": UNANSWERED})
-        else:
-            out.append({"role": "user", "content": _orphan(message.get("content"))})
+        elif placed.kind == "orphan" or message["content"] != messages[placed.first]["content"]:
+            out.append({"role": "user", "content": _noted(placed.note, message["content"])})
     return _distinct(out)
 
 
@@ -234,10 +231,10 @@ def _distinct(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _orphan(content: Any) -> Any:
+def _noted(note: str, content: Any) -> Any:
     if isinstance(content, list):
-        return [{"type": "text", "text": ORPHAN}, *content]
-    return f"{ORPHAN}\n{content}"
+        return [{"type": "text", "text": note}, *content]
+    return f"{note}\n{content}"
 
 
 def _check_pairs(messages: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import orjson
 
 from parsers.body import Body, require
 from parsers.errors import ClientError
-from parsers.pairs import ORPHAN, UNANSWERED, Item, Mark, distinct, pair
+from parsers.pairs import UNANSWERED, Item, Mark, distinct, pair
 from parsers.reasoning import ReasoningStore
 from parsers.request import check_image
 from parsers.rules import Profile
@@ -284,8 +284,10 @@ def _mended(messages: list[_Message]) -> list[_Message]:
         if placed.kind == "missing":
             made = {"type": "tool_result", "tool_use_id": placed.call, "content": UNANSWERED}
             piece = {"role": "user", "content": [made]}
-        elif placed.kind == "orphan":
-            piece = {"role": "user", "content": _orphan(piece["content"][0]["content"])}
+        elif placed.kind in ("orphan", "repeat"):
+            if placed.kind == "repeat" and _said(piece) == _said(pieces[placed.first]):
+                continue
+            piece = {"role": "user", "content": _noted(placed.note, _said(piece))}
         joins = bool(_results(piece)) and bool(out) and bool(_results(out[-1]))
         if joins or (piece["role"] == "user" and out and _results(out[-1])):
             out[-1] = {"role": "user", "content": [*out[-1]["content"], *_blocks(piece)]}
@@ -323,8 +325,12 @@ def _distinct(messages: list[_Message]) -> list[_Message]:
     ]
 
 
-def _orphan(content: Any) -> list[_Message]:
-    return [{"type": "text", "text": ORPHAN}, *_blocks({"content": content})]
+def _said(piece: _Message) -> Any:
+    return piece["content"][0]["content"]
+
+
+def _noted(note: str, content: Any) -> list[_Message]:
+    return [{"type": "text", "text": note}, *_blocks({"content": content})]
 
 
 def _blocks(message: _Message) -> list[_Message]:

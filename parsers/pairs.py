@@ -2,8 +2,9 @@
 
 Knows items that make calls and items that answer one; what they look like is the readers' affair.
 The rule (issue 3, profile ``agent``): a result stands right behind the turn that called, in the
-order of the results; a call without one is answered by ``UNANSWERED``; a result without a call, or
-a second one, is shown to the model as a user's text that begins with ``ORPHAN``. A call whose id
+order of the results; a call without one is answered by ``UNANSWERED``; a result without a call is
+shown to the model as a user's text that begins with ``ORPHAN``; of two results of a call the first
+counts, and a further one that says something else is shown likewise, after ``REPEAT``. A call whose id
 occurred before (some servers number the calls of each turn from 0) gets an id of its own, and its
 result the same: the codec takes an id only once.
 """
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 
 UNANSWERED = "[no result: this call was not answered]"
 ORPHAN = "[result of a call that is no longer in this conversation]"
+REPEAT = "[a further result of a call that was answered before]"
 
 
 class Item(NamedTuple):
@@ -36,14 +38,21 @@ class Placed(NamedTuple):
 
     Args:
         kind: ``item``: as it is; ``missing``: a result to be made for ``call``; ``orphan``: a
-            result that answers nothing.
+            result that answers nothing; ``repeat``: one of a call that has a result.
         at: of the item; for ``missing``, of the item that made the call.
         call: the id in question; empty for an ordinary item.
+        first: for ``repeat``: of the result that counts.
     """
 
-    kind: Literal["item", "missing", "orphan"]
+    kind: Literal["item", "missing", "orphan", "repeat"]
     at: int
     call: str = ""
+    first: int = -1
+
+    @property
+    def note(self) -> str:
+        """What a result that has no call to stand behind is shown with."""
+        return REPEAT if self.kind == "repeat" else ORPHAN
 
 
 def pair(items: Sequence[Item]) -> list[Placed]:
@@ -56,12 +65,15 @@ def pair(items: Sequence[Item]) -> list[Placed]:
         The history to be rendered; each item occurs once.
     """
     claimed: set[int] = set()
+    answered: dict[str, int] = {}  # the latest result of an id
     out: list[Placed] = []
     at = 0
     while at < len(items):
-        if items[at].answers is not None:
+        answers = items[at].answers
+        if answers is not None:
             if at not in claimed:
-                out.append(Placed("orphan", at, items[at].answers or ""))
+                first = answered.get(answers, -1)
+                out.append(Placed("orphan" if first < 0 else "repeat", at, answers, first))
             at += 1
             continue
         turn = [at]
@@ -79,6 +91,7 @@ def pair(items: Sequence[Item]) -> list[Placed]:
                     missing.append(Placed("missing", index, call))
                 else:
                     claimed.add(answer)
+                    answered[call] = answer
                     found.append(answer)
         out += [Placed("item", index, items[index].answers or "") for index in sorted(found)]
         out += missing

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parsers.body import Body, describe, fail, integer, is_number, kind, number, require
+from parsers.body import Body, describe, fail, integer, is_number, kind, number, require, written
 from parsers.detokenize import Vocabulary
 from parsers.errors import ClientError
 from parsers.schemas import check_size
@@ -281,6 +281,18 @@ def custom_parameters(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(definition, str):
         text = f"{text}\n\nThe input must match this grammar:\n{definition}".lstrip()
     return text, dict(INPUT_SCHEMA)
+
+
+def read_arguments(value: Any, at: str) -> Any:
+    """Return the arguments of a call in a history as the text they should be, where that is clear.
+
+    Args:
+        value: what a client sent; None, blank text and ``null`` are those of a call without any.
+        at: its path.
+    """
+    if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
+        return "{}"
+    return written(value, at) if isinstance(value, dict) else value
 
 
 def check_effort(effort: Any, param: str, *, why: str = "") -> None:

@@ -12,7 +12,7 @@ from parsers.edits import SEARCH
 from parsers.errors import ClientError
 from parsers.pairs import ORPHAN, UNANSWERED, Item, distinct, pair
 from parsers.reasoning import ReasoningStore
-from parsers.request import check_image
+from parsers.request import check_image, read_arguments
 from parsers.rules import Profile
 from parsers.values import ServedModel
 
@@ -173,7 +173,9 @@ class ItemReader:
 
     def _call(self, item: _Entry, at: str) -> _Entry:
         id_ = item.get("call_id")
-        require(isinstance(id_, str), f"{at}.call_id", "a string", id_)
+        # A client's own note in the form of an output (openai/codex#42376) answers no call.
+        alone = id_ is None and item["type"] in _OUTPUTS and self._profile.pairs == "mend"
+        require(alone or isinstance(id_, str), f"{at}.call_id", "a string", id_)
         if item["type"] in _OUTPUTS:
             output = item.get("output")
             if output is None and self._profile.lenient_messages:
@@ -184,12 +186,12 @@ class ItemReader:
                     {**part, "type": "input_text"} if part["type"] == "output_text" else part
                     for part in self._parts(output, f"{at}.output")
                 ]
+            if alone:
+                return _alone(output, ORPHAN)
             return {"type": item["type"], "call_id": id_, "output": output}
         field = "arguments" if item["type"] == "function_call" else "input"
         if field == "arguments" and self._profile.lenient_messages:
-            arguments = item.get(field)
-            if arguments is None or isinstance(arguments, dict):
-                item = {**item, field: written(arguments or {}, f"{at}.{field}")}
+            item = {**item, field: read_arguments(item.get(field), f"{at}.{field}")}
         for name in ("name", field):
             value = item.get(name)
             require(isinstance(value, str), f"{at}.{name}", "a string", value)
@@ -227,11 +229,14 @@ class ItemReader:
         if self._profile.pairs == "reject":
             missing = [p.call for p in placed if p.kind == "missing"]
             orphans = [p.call for p in placed if p.kind == "orphan"]
+            twice = [p.call for p in placed if p.kind == "repeat"]
             faults = []
             if missing:
                 faults.append(f"no output was found for the calls {', '.join(missing)}")
             if orphans:
                 faults.append(f"no call was found for the outputs {', '.join(orphans)}")
+            if twice:
+                faults.append(f"there are two outputs of the calls {', '.join(twice)}")
             if faults:
                 raise ClientError(f"input: {'; '.join(faults)}", param="input")
         out: list[_Entry] = []
@@ -244,8 +249,8 @@ class ItemReader:
                 if item["type"] == "custom_tool_call":
                     made = "custom_tool_call_output"
                 out.append({"type": made, "call_id": place.call, "output": UNANSWERED})
-            else:
-                out.append({"type": "message", "role": "user", "content": _orphan(item)})
+            elif place.kind == "orphan" or item["output"] != items[place.first]["output"]:
+                out.append(_alone(item["output"], place.note))
         return out
 
     @staticmethod
@@ -295,7 +300,8 @@ def _reasoning(item: _Entry) -> _Entry:
     return {"type": "reasoning", "summary": [], "content": content}
 
 
-def _orphan(item: _Entry) -> list[_Entry]:
-    output = item["output"]
+def _alone(output: Any, note: str) -> _Entry:
+    """Show an output that has no call to stand behind as a user's text."""
     parts = [{"type": "input_text", "text": output}] if isinstance(output, str) else output
-    return [{"type": "input_text", "text": ORPHAN}, *parts]
+    content = [{"type": "input_text", "text": note}, *parts]
+    return {"type": "message", "role": "user", "content": content}

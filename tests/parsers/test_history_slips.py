@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from parsers import ClientError, Codec
 from parsers.errors import Protocol
-from parsers.pairs import Mark, distinct
+from parsers.pairs import ORPHAN, REPEAT, Mark, distinct
 
 Turns = list[dict[str, Any]]
 ASK: dict[str, Any] = {"role": "user", "content": "q"}
@@ -75,6 +75,47 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         chat(call(arguments=None)),
         chat(call()),
         "messages[1].tool_calls[0].function.arguments",
+    ),
+    # vercel/ai#6687: nor with a word for none
+    "chat: arguments empty": ("chat", chat(call(arguments=" \n")), chat(call()), ""),
+    "chat: arguments of null": ("chat", chat(call(arguments="null")), chat(call()), ""),
+    "responses: arguments empty": (
+        "responses",
+        [ASK, made(arguments=""), output()],
+        [ASK, made(), output()],
+        "",
+    ),
+    # router-for-me/CLIProxyAPI#4997, QwenLM/qwen-code#8163: recorded twice
+    "chat: a result twice": (
+        "chat",
+        [*chat(call()), {"role": "tool", "tool_call_id": "c", "content": "r"}],
+        chat(call()),
+        "messages[3].tool_call_id",
+    ),
+    "messages: a result twice": (
+        "messages",
+        messages([use()], [result(), result(), TEXT]),
+        messages([use()], [result(), TEXT]),
+        "messages[2].content",
+    ),
+    "responses: a result twice": (
+        "responses",
+        [ASK, made(), output(), DONE, output(), ASK],
+        [ASK, made(), output(), DONE, ASK],
+        "input",
+    ),
+    # openai/codex#42376: a client's note in the form of an output
+    "responses: an output of no call": (
+        "responses",
+        [without("call_id", output(text="note")), ASK],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": t} for t in (ORPHAN, "note")],
+            },
+            ASK,
+        ],
+        "input[0].call_id",
     ),
     "chat: no type": (
         "chat",
@@ -276,6 +317,22 @@ def test_what_cannot_be_guessed_is_refused_by_name(
     with pytest.raises(ClientError) as caught:
         prompt(codec, protocol, turns)
     assert (caught.value.status, caught.value.param) == (400, path)
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_a_second_result_that_differs_is_shown_as_such(codec: Codec, protocol: Protocol) -> None:
+    """It is not said to be that of a call which is gone, and the first one stays the result."""
+    turns: dict[str, Turns] = {
+        "chat": [*chat(call()), {"role": "tool", "tool_call_id": "c", "content": "r2"}],
+        "messages": messages([use()], [result(), result(content="r2")]),
+        "responses": [ASK, made(), output(), output(text="r2")],
+    }
+    ids = prompt(codec, protocol, turns[protocol])
+    text = b"".join(codec.vocabulary.bytes_of(id_) or b"" for id_ in ids).decode()
+
+    assert "<tool_result>r</tool_result>" in text
+    assert text.index(REPEAT) < text.index("r2")
+    assert ORPHAN not in text
 
 
 @pytest.mark.parametrize(
