@@ -25,6 +25,8 @@ BLOCK_NAMES = frozenset({"tool_calls", "function_calls", "calls"})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # A marker spelled by ordinary tokens, with the bars of either width.
 PLAIN_MARK = re.compile(r"[|｜]DSML[|｜]")
+# The same in a piece that more text follows, whose first character may be the second bar.
+_PLAIN_OR_BEGUN = re.compile(r"[|｜]DSML(?:[|｜]|\Z)")
 # The end of a text that may still become one, or the "<" before a real one.
 MARK_BEGUN = re.compile(r"(?:</?(?:[|｜](?:D(?:S(?:ML?)?)?)?)?|[|｜](?:D(?:S(?:ML?)?)?)?)\Z")
 
@@ -83,4 +85,4 @@ def spell(raw: str) -> str:
 def quote(raw: str) -> str:
     """Return parser text fit to be shown: no marker of any width is left in it."""
     shown = raw.replace(MARK, MARK_QUOTED).replace(THINK_END, THINK_END_TEXT)
-    return PLAIN_MARK.sub(MARK_QUOTED, shown)
+    return _PLAIN_OR_BEGUN.sub(MARK_QUOTED, shown)

@@ -53,6 +53,22 @@ def test_text_around_a_lost_end_of_thinking_makes_no_marker(
     assert got["content"].endswith(" rest")
 
 
+@pytest.mark.parametrize(
+    "tag", ["</{}｜DSML｜ calls>", "<{}｜DSML｜ calls>", "</{}|DSML|>", "{}｜DSML｜"]
+)
+def test_a_stray_tag_and_the_text_behind_it_make_no_marker(codec: Codec, tag: str) -> None:
+    """The marker's own token, and behind it one that ordinary tokens spell."""
+    before, after = tag.split("{}")
+    mark = codec.vocabulary.special("｜DSML｜")
+    ids = [*plainly(codec, f"Hi {before}"), mark, *plainly(codec, f"{after} rest")]
+
+    content = talk(codec, ids, tools=TOOLS, thinking=QUIET)["content"]
+
+    assert content.startswith("Hi ")
+    assert content.endswith(" rest")
+    assert not fuzz_outputs.MARKER.search(content)
+
+
 def test_an_end_of_thinking_that_joins_nothing_is_left_out_as_by_the_codec(codec: Codec) -> None:
     """The rule is for beginnings of markers only."""
     ids = [*plainly(codec, "a"), codec.vocabulary.special("</think>"), *plainly(codec, "b")]
