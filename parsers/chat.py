@@ -6,6 +6,7 @@ made here is a rule of issue 2 or 3 and is written beside the line that makes it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from parsers.body import (
@@ -35,6 +36,7 @@ from parsers.request import (
     check_model,
     custom_parameters,
     function_tool,
+    nested,
     read_moves,
     read_stream_options,
     unheeded,
@@ -113,8 +115,8 @@ def read_chat(
     if continuous:
         body["stream_options"] = {"include_usage": True}  # else chunks have no place for it
     _check_options(body)
-    tools, customs = _read_tools(body)
-    choice = _read_tool_choice(body, tools)
+    tools, customs = _read_tools(body, profile)
+    choice = _read_tool_choice(body, tools, profile)
     messages = read_messages(body, served, profile, store)
     final = body.pop("continue_final_message", False)
     if final:
@@ -229,13 +231,15 @@ def _check_options(body: Body) -> None:
 # Tools
 
 
-def _read_tools(body: Body) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
+def _read_tools(body: Body, profile: Profile) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
     seen: set[str] = set()
     customs: set[str] = set()
     tools: list[dict[str, Any]] = []
     for i, tool in enumerate(body.get("tools", [])):
         at = f"tools[{i}]"
         require(isinstance(tool, dict), at, "an object", tool)
+        if profile.lenient_messages:
+            tool = nested(tool)
         if tool.get("type") == "custom":  # clients.md section 2, row 5: free text as a function
             custom = tool.get("custom")
             require(isinstance(custom, dict), f"{at}.custom", "an object", custom)
@@ -265,7 +269,9 @@ def _read_tools(body: Body) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]
     return tuple(tools), frozenset(customs)
 
 
-def _read_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+def _read_tool_choice(
+    body: Body, tools: tuple[dict[str, Any], ...], profile: Profile
+) -> ToolChoice:
     choice = body.get("tool_choice", "auto")
     expected = "'none', 'auto', 'required' or a function of tools"
     if isinstance(choice, str):
@@ -273,9 +279,12 @@ def _read_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> ToolChoi
         if choice == "required" and not tools:
             raise ClientError("tool_choice: 'required' needs tools", param="tool_choice")
         return ToolChoice(_MODES[choice])
+    read = nested if profile.lenient_messages else dict[str, Any]
+    if isinstance(choice, dict):
+        choice = read(choice)
     type_ = choice.get("type") if isinstance(choice, dict) else None
     if type_ == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"), tools, "tool_choice.allowed_tools")
+        return _allowed(choice.get("allowed_tools"), tools, "tool_choice.allowed_tools", read)
     inner = choice.get(type_) if type_ in ("function", "custom") else None
     name = inner.get("name") if isinstance(inner, dict) else None
     require(isinstance(name, str), "tool_choice", expected, choice)
@@ -288,7 +297,12 @@ def _known(name: Any, tools: tuple[dict[str, Any], ...], at: str) -> str:
     return str(name)
 
 
-def _allowed(allowed: Any, tools: tuple[dict[str, Any], ...], at: str) -> ToolChoice:
+def _allowed(
+    allowed: Any,
+    tools: tuple[dict[str, Any], ...],
+    at: str,
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+) -> ToolChoice:
     """Read a subset of the tools; they all stay in the prompt, so that its prefix stays the same."""
     require(isinstance(allowed, dict), at, "an object", allowed)
     mode, listed = allowed.get("mode"), allowed.get("tools")
@@ -296,7 +310,7 @@ def _allowed(allowed: Any, tools: tuple[dict[str, Any], ...], at: str) -> ToolCh
     require(isinstance(listed, list) and bool(listed), f"{at}.tools", "a non-empty array", listed)
     names = set()
     for i, tool in enumerate(listed):
-        inner = tool.get(str(tool.get("type"))) if isinstance(tool, dict) else None
+        inner = read(tool).get(str(tool.get("type"))) if isinstance(tool, dict) else None
         require(isinstance(inner, dict), f"{at}.tools[{i}]", "a function of tools", tool)
         assert isinstance(inner, dict)
         names.add(_known(inner.get("name"), tools, f"{at}.tools[{i}].name"))

@@ -20,6 +20,7 @@ from parsers.request import (
     Request,
     check_effort,
     check_model,
+    flat,
     function_tool,
     unheeded,
 )
@@ -213,6 +214,8 @@ def _read_tools(body: Body, profile: Profile, ignored: list[str]) -> tuple[dict[
     for i, tool in enumerate(body.get("tools", [])):
         at = f"tools[{i}]"
         require(isinstance(tool, dict), at, "an object", tool)
+        if tool.get("type") == "function" and profile.lenient_messages:
+            tool = _function(flat(tool))
         type_ = tool.get("type")
         if type_ not in (None, "custom"):
             require(isinstance(type_, str), f"{at}.type", "a string", type_)
@@ -246,6 +249,14 @@ def _read_tools(body: Body, profile: Profile, ignored: list[str]) -> tuple[dict[
     return tuple(tools)
 
 
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Read a function of OpenAI's protocols: it is the client's, not one that a server would run."""
+    schema = tool.get("parameters") or {"type": "object", "properties": {}}
+    names = ("name", "description", "strict")
+    kept: dict[str, Any] = {key: value for key, value in tool.items() if key in names}
+    return {**kept, "input_schema": schema}
+
+
 def _client_tool(tool: dict[str, Any], type_: str) -> dict[str, Any] | None:
     dated = _DATED.match(type_)
     found = _CLIENT_TOOLS.get(dated[1] if dated else type_)
@@ -267,7 +278,7 @@ def _refuse_hosted(at: str, type_: str, profile: Profile, ignored: list[str]) ->
 
 def _read_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> tuple[ToolChoice, bool]:
     """Settle the choice, also in the body; returns it and whether calls may be parallel."""
-    choice = body.pop("tool_choice", {"type": "auto"})
+    choice: Any = drop_nulls(body.pop("tool_choice", {"type": "auto"}))
     type_ = choice.get("type")
     kinds = ("auto", "any", "tool", "none")
     require(type_ in kinds, "tool_choice.type", f"one of {', '.join(kinds)}", type_)

@@ -17,8 +17,8 @@ from parsers.values import ServedModel
 ROLES = ("user", "assistant", "system")
 FAILED = "[this call failed]"
 
-# Blocks that only a server which runs tools itself makes or reads.
-_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
+# Blocks that only a server which runs tools itself, or goes over to another model, makes or reads.
+_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload", "fallback")
 
 _Message = dict[str, Any]
 

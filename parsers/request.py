@@ -266,6 +266,30 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
+_NESTED = ("function", "custom", "allowed_tools")
+
+
+def nested(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool, or a choice of one, in the form of Chat Completions: beneath its type.
+
+    Args:
+        entry: in that form, or flat as in Responses (BerriAI/litellm#34029); others are left alone.
+    """
+    type_ = entry.get("type")
+    if type_ not in _NESTED or type_ in entry or len(entry) < 2:
+        return entry
+    return {"type": type_, type_: {key: value for key, value in entry.items() if key != "type"}}
+
+
+def flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool, or a choice of one, in the form of Responses; the reverse of ``nested``."""
+    type_ = entry.get("type")
+    inner = entry.get(type_) if type_ in _NESTED else None
+    if not isinstance(inner, dict):
+        return entry
+    return {**{key: value for key, value in entry.items() if key != type_}, **inner, "type": type_}
+
+
 def custom_parameters(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the description and parameters of a custom tool as a function.
 

@@ -25,6 +25,7 @@ from parsers.request import (
     check_effort,
     check_model,
     custom_parameters,
+    flat,
     function_tool,
     unheeded,
 )
@@ -123,6 +124,8 @@ def read_responses(
     if extra := [i for i in body.get("include", []) if i != "reasoning.encrypted_content"]:
         ignored += [f"include.{i}" for i in extra if isinstance(i, str)]
 
+    if "text" in body:
+        body["text"] = drop_nulls(body["text"])
     text = body.get("text", {})
     echo = _echo(raw, body, stored, tools, stateful=stateful)
     body["model"] = served.name
@@ -227,6 +230,8 @@ class _Tools:
 
     def _read(self, tool: Any, at: str) -> None:
         require(isinstance(tool, dict), at, "an object", tool)
+        if self._profile.lenient_messages:
+            tool = flat(tool)
         type_ = tool.get("type")
         require(isinstance(type_, str), f"{at}.type", "a string", type_)
         if type_ == "function":
@@ -294,7 +299,7 @@ class _Tools:
 def _read_tool_choice(
     body: Body, tools: _Tools, profile: Profile, ignored: list[str]
 ) -> ToolChoice:
-    choice = body.get("tool_choice", "auto")
+    choice: Any = body.get("tool_choice", "auto")
     expected = "'none', 'auto', 'required' or one of tools"
     names = {tool["function"]["name"] for tool in tools.functions}
     if isinstance(choice, str):
@@ -303,6 +308,8 @@ def _read_tool_choice(
             raise ClientError("tool_choice: 'required' needs tools", param="tool_choice")
         return ToolChoice(_MODES[choice])
     require(isinstance(choice, dict), "tool_choice", expected, choice)
+    read = flat if profile.lenient_messages else dict[str, Any]
+    choice = read(choice)
     type_ = choice.get("type")
     if type_ == "allowed_tools":
         mode, listed = choice.get("mode"), choice.get("tools")
@@ -313,7 +320,7 @@ def _read_tool_choice(
             "a non-empty array",
             listed,
         )
-        allowed = [tool.get("name") for tool in listed if isinstance(tool, dict)]
+        allowed = [read(tool).get("name") for tool in listed if isinstance(tool, dict)]
         known = frozenset(str(name) for name in allowed if name in names)
         if not known:
             raise ClientError(

@@ -89,7 +89,8 @@ class Profile:
         metadata=means(
             "a history may hold null content in any role, thoughts and Responses' texts among a chat's"
             " parts, call arguments as an object, as text or none, and items of Responses that are"
-            " unknown and hold nothing for the model"
+            " unknown and hold nothing for the model; tools, and choices of them, may have the form of"
+            " another protocol"
         )
     )
     hosted_tools: Literal["refuse", "drop"] = field(

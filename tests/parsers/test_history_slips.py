@@ -12,7 +12,7 @@ import orjson
 import pytest
 from hypothesis import given, strategies as st
 
-from parsers import ClientError, Codec
+from parsers import ClientError, Codec, Exchange
 from parsers.errors import Protocol
 from parsers.pairs import ORPHAN, REPEAT, Mark, distinct
 
@@ -67,6 +67,8 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
     "responses": [{"type": "function", "name": "f", "parameters": PARAMETERS}],
 }
 
+NULLS = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
+
 # Protocol, what was sent, what was meant, and the path that is refused in profile official.
 SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
     # zed-industries/zed#26144, labring/FastGPT#4754: a tool without arguments
@@ -103,6 +105,13 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         [ASK, made(), output(), DONE, output(), ASK],
         [ASK, made(), output(), DONE, ASK],
         "input",
+    ),
+    # can1357/oh-my-pi#4781: where a server went over to another model
+    "messages: a mark of the server's": (
+        "messages",
+        messages([{"type": "fallback", "from": {"model": "a"}}, use()], [result()]),
+        messages([use()], [result()]),
+        "messages[1].content[0].type",
     ),
     # openai/codex#42376: a client's note in the form of an output
     "responses: an output of no call": (
@@ -317,6 +326,120 @@ def test_what_cannot_be_guessed_is_refused_by_name(
     with pytest.raises(ClientError) as caught:
         prompt(codec, protocol, turns)
     assert (caught.value.status, caught.value.param) == (400, path)
+
+
+NESTED = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS}
+CUSTOM = {"name": "c", "description": "d"}
+# BerriAI/litellm#34029, askalf/dario#1204: protocol, what was sent, what was meant, refused path.
+FORMS: dict[str, tuple[Protocol, dict[str, Any], dict[str, Any], str]] = {
+    "chat: flat tools": (
+        "chat",
+        {"tools": [FLAT, {"type": "custom", **CUSTOM}]},
+        {"tools": [NESTED, {"type": "custom", "custom": CUSTOM}]},
+        "tools[0].function",
+    ),
+    "chat: a flat choice": (
+        "chat",
+        {"tools": [NESTED], "tool_choice": {"type": "function", "name": "f"}},
+        {"tools": [NESTED], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+    ),
+    "chat: a flat choice of several": (
+        "chat",
+        {
+            "tools": [NESTED],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+        {
+            "tools": [NESTED],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+        },
+        "tool_choice.allowed_tools",
+    ),
+    "responses: nested tools": (
+        "responses",
+        {"tools": [NESTED, {"type": "custom", "custom": CUSTOM}]},
+        {"tools": [FLAT, {"type": "custom", **CUSTOM}]},
+        "tools[0].name",
+    ),
+    "responses: a nested choice": (
+        "responses",
+        {"tools": [FLAT], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice.name",
+    ),
+    "responses: a nested choice of several": (
+        "responses",
+        {
+            "tools": [FLAT],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [NESTED]},
+            },
+        },
+        {
+            "tools": [FLAT],
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [FLAT]},
+        },
+        "tool_choice.mode",
+    ),
+    "messages: functions": (
+        "messages",
+        {"tools": [NESTED]},
+        {"tools": [{"name": "f", "input_schema": PARAMETERS}]},
+        "tools[0].type",
+    ),
+    "messages: a flat function without parameters": (
+        "messages",
+        {"tools": [{"type": "function", "name": "f"}]},
+        {"tools": [{"name": "f", "input_schema": PARAMETERS}]},
+        "tools[0].type",
+    ),
+}
+
+
+def opened(codec: Codec, protocol: Protocol, fields: dict[str, Any]) -> Exchange:
+    name = "input" if protocol == "responses" else "messages"
+    body = {"model": codec.model.name, name: [ASK], **fields}
+    return codec.open_exchange(protocol, orjson.dumps(body), exchange_id="ID")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tool_in_the_form_of_another_protocol(codec: Codec, official: Codec, form: str) -> None:
+    """Profile agent reads it, and leaves none out; official says where it is wrong."""
+    protocol, sent, meant, path = FORMS[form]
+    got, want = (opened(codec, protocol, fields) for fields in (sent, meant))
+
+    assert got.prompt_ids == want.prompt_ids
+    assert got.ignored == ()
+    with pytest.raises(ClientError) as caught:
+        opened(official, protocol, sent)
+    assert (caught.value.status, caught.value.param) == (400, path)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fields"),
+    [
+        ("responses", {"text": {"format": None, "verbosity": None}}),
+        ("messages", {"tools": TOOLS["messages"], "tool_choice": NULLS}),
+    ],
+)
+def test_null_is_not_given_inside_an_object_either(
+    codec: Codec, protocol: Protocol, fields: dict[str, Any]
+) -> None:
+    """Serializers write what was left open as null (sgl-project/sglang#36194)."""
+    assert opened(codec, protocol, fields).prompt_ids
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])

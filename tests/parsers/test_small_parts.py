@@ -50,7 +50,12 @@ def test_every_call_is_answered_once(data: st.DataObject) -> None:
     assert sorted(p.at for p in placed if p.kind != "missing") == list(range(len(items)))
     open_: list[str] = []
     for p in placed:
-        if p.kind == "orphan":
+        if p.kind == "repeat":
+            assert items[p.first].answers == items[p.at].answers
+            assert placed.index(p) > [q.at if q.kind == "item" else -1 for q in placed].index(
+                p.first
+            )
+        if p.kind in ("orphan", "repeat"):
             continue
         answered = p.call if p.kind == "missing" else items[p.at].answers
         if answered is not None:
