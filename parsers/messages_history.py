@@ -91,6 +91,8 @@ class _Reader:
                 blocks.append(read)
         if role == "assistant":
             self._restore(blocks)
+            if self._profile.pairs == "mend":  # the codec takes nothing behind a turn's calls
+                blocks.sort(key=lambda block: block["type"] == "tool_use")
         if not blocks and (content or lenient):
             blocks = [{"type": "text", "text": ""}]
         return {"role": role, "content": blocks}

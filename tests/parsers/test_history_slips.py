@@ -106,6 +106,13 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         [ASK, made(), output(), DONE, ASK],
         "input",
     ),
+    # stacklok/mecatl#1465: what was said behind the calls of a turn
+    "messages: text behind a call": (
+        "messages",
+        messages([use("a"), {"type": "text", "text": "t"}, use("b")], [result("a"), result("b")]),
+        messages([{"type": "text", "text": "t"}, use("a"), use("b")], [result("a"), result("b")]),
+        "",
+    ),
     # can1357/oh-my-pi#4781: where a server went over to another model
     "messages: a mark of the server's": (
         "messages",
