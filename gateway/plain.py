@@ -18,6 +18,7 @@ from gateway.service import Service, json_response
 from gateway.threads import in_thread
 from parsers import ClientError, Codec, parse_function_call, separate_reasoning
 from parsers.body import describe, fail
+from parsers.schemas import check_size
 
 #: SGLang's names of the parsers whose families we parse, spelled without separators.
 _PARSER_NAMES = frozenset({"deepseekv4", "deepseekv41"})
@@ -182,9 +183,9 @@ def _parse_request(fields: dict[str, Any]) -> tuple[str, list[Any]]:
         raise fail("tools", "a list of tools", tools)
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise fail(f"tools[{i}].function", "an object with a name", function)
+        check_size(function.get("parameters"), f"tools[{i}].function.parameters")
     _check_family(fields, "tool_call_parser", _PARSER_NAMES)
     return text, tools
 

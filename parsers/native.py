@@ -16,6 +16,7 @@ from parsers.dialects import THINK_BEGIN_TEXT, THINK_END, THINK_END_TEXT, mark_t
 from parsers.dsml import DsmlParser
 from parsers.gate import ToolGate
 from parsers.policy import Action, Doubt, Hold
+from parsers.schemas import is_schema
 from parsers.toolset import ToolSet
 from parsers.values import ToolChoice
 
@@ -102,7 +103,7 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
             and stray markers does not apply, for the caller wants to see them.
         text: the output, with or without its reasoning.
         tools: function tools in the Chat Completions form; without any, the text is returned as
-            it is.
+            it is. Of one whose parameters are no JSON Schema only the name counts.
 
     Returns:
         The text around the calls, without ``</think>``, and the calls. Text after the calls is
@@ -119,7 +120,7 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
     )
     marked = mark_text(text)
     sink = _Collector(marked)
-    names = ToolSet(tools)
+    names = ToolSet([_sound(tool) for tool in tools])
     gate = ToolGate(
         names,
         policy,
@@ -135,6 +136,13 @@ def parse_function_call(codec: Codec, text: str, tools: Sequence[Mapping[str, An
     normal = spell("".join(sink.text).replace(THINK_END, ""))
     calls = (ParsedCall(names.index(name), name, "".join(json)) for name, json in sink.calls)
     return ParsedCalls(normal, tuple(calls))
+
+
+def _sound(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool["function"]
+    if function.get("parameters") is None or is_schema(function["parameters"]):
+        return tool
+    return {"function": {key: value for key, value in function.items() if key != "parameters"}}
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import regex
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import UnknownType, ValidationError, best_match
+from jsonschema.exceptions import SchemaError, UnknownType, ValidationError, best_match
 from jsonschema.validators import extend
 from referencing.exceptions import Unresolvable
 
@@ -128,6 +128,15 @@ def check_size(schema: Any, at: str) -> None:
         raise ClientError(f"{at}: expected at most {MAX_BYTES} bytes of schema", param=at)
 
 
+def is_schema(value: Any) -> bool:
+    """Whether a JSON value is a schema; the codec has asked that of those in requests."""
+    try:
+        Draft202012Validator.check_schema(value)
+    except (SchemaError, RecursionError):
+        return False
+    return True
+
+
 def has_patterns(schema: Any) -> bool:
     """Whether a check may have to match patterns, which takes its time even for a short value."""
     return b'"pattern' in orjson.dumps(schema)
@@ -137,7 +146,7 @@ def violation(schema: Any, value: Any) -> str | None:
     """Say how a value breaks a schema.
 
     Args:
-        schema: a JSON Schema, as the codec accepted it.
+        schema: a JSON Schema: the codec accepted it, or ``is_schema`` did.
         value: a JSON value.
 
     Returns:

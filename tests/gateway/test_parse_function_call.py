@@ -74,6 +74,44 @@ def test_the_older_spelling_is_read_too(info: ModelInfo) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        5,
+        "x",
+        {"type": 5},
+        {"required": 5},
+        {"properties": "x"},
+        {"properties": {"a": {"type": 1.5}}},
+        {"properties": {"a": {"pattern": 5}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"properties": {"n": {"allOf": "abc"}}},
+        {"properties": {"a": {"minLength": "x"}}},
+        {"additionalProperties": {"allOf": 7}, "properties": {"n": {"type": "integer"}}},
+    ],
+)
+def test_parameters_that_are_no_schema_are_no_fault_of_the_server(
+    info: ModelInfo, parameters: Any
+) -> None:
+    """Nothing is asked of them in SGLang's request, so the calls are found all the same."""
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    status, reply = parse(info, {"text": block(invoke("now", A + N)), "tools": tools})
+
+    assert status == 200
+    assert [orjson.loads(one["parameters"]) for one in reply["calls"]] == [{"a": "x", "n": 3}]
+
+
+def test_a_schema_beyond_all_bounds_is_refused_by_name(info: ModelInfo) -> None:
+    """As in a request for a reply."""
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"not": deep}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": deep}}]
+    status, reply = parse(info, {"text": "x", "tools": tools})
+
+    assert (status, reply["error"]["param"]) == (400, "tools[0].function.parameters")
+
+
 @pytest.mark.parametrize("tools", [[], None])
 def test_without_tools_the_text_is_unchanged(info: ModelInfo, tools: Any) -> None:
     """Nothing is parsed where nothing was declared."""
