@@ -292,6 +292,7 @@ def _read_tool_choice(
 
 
 def _known(name: Any, tools: tuple[dict[str, Any], ...], at: str) -> str:
+    require(isinstance(name, str), at, "a tool's name", name)
     if name not in {tool["function"]["name"] for tool in tools}:
         raise ClientError(f"{at}: no tool of tools is named {name!r}", param=at)
     return str(name)

@@ -295,6 +295,7 @@ def _read_tool_choice(body: Body, tools: tuple[dict[str, Any], ...]) -> tuple[To
         return ToolChoice("none" if type_ == "none" else "auto"), not single
     if type_ == "tool":
         name = choice.get("name")
+        require(isinstance(name, str), "tool_choice.name", "a tool's name", name)
         if name not in {tool["function"]["name"] for tool in tools}:
             raise ClientError(
                 f"tool_choice.name: no tool of tools is named {name!r}", param="tool_choice.name"

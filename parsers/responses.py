@@ -124,9 +124,11 @@ def read_responses(
     if extra := [i for i in body.get("include", []) if i != "reasoning.encrypted_content"]:
         ignored += [f"include.{i}" for i in extra if isinstance(i, str)]
 
+    text = drop_nulls(body.get("text", {}))
+    kinds, verbosity = ("low", "medium", "high"), text.get("verbosity", "medium")
+    require(verbosity in kinds, "text.verbosity", f"one of {', '.join(kinds)}", verbosity)
     if "text" in body:
-        body["text"] = drop_nulls(body["text"])
-    text = body.get("text", {})
+        body["text"] = text
     echo = _echo(raw, body, stored, tools, stateful=stateful)
     body["model"] = served.name
     if items or "input" in body:
@@ -198,12 +200,12 @@ def _read_reasoning(body: Body) -> bool:
     reasoning = body.get("reasoning", {})
     if reasoning.get("effort") is not None:
         check_effort(reasoning["effort"], "reasoning.effort")
-    wanted = reasoning.get("summary") or reasoning.get("generate_summary")
     kinds = ("auto", "concise", "detailed")
-    require(
-        wanted is None or wanted in kinds, "reasoning.summary", f"one of {', '.join(kinds)}", wanted
-    )
-    return wanted is not None
+    asked = [(name, reasoning.get(name)) for name in ("summary", "generate_summary")]
+    for name, wanted in asked:
+        ok = wanted is None or wanted in kinds
+        require(ok, f"reasoning.{name}", f"one of {', '.join(kinds)}", wanted)
+    return any(wanted is not None for _, wanted in asked)
 
 
 class _Tools:
@@ -239,8 +241,7 @@ class _Tools:
         elif type_ == "custom":
             self._custom(tool, at)
         elif type_ == "namespace":
-            self._seen.add(str(tool.get("name")))
-            self.kept.append(tool)
+            self.kept.append(self._namespace(tool, at))
         elif type_ == SEARCH and tool.get("execution") == "client":
             self.searches = True
             schema = tool.get("parameters") or {"type": "object"}
@@ -284,6 +285,25 @@ class _Tools:
         )
         self.kept.append({key: value for key, value in tool.items() if value is not None})
 
+    def _namespace(self, tool: dict[str, Any], at: str) -> dict[str, Any]:
+        """Check what the codec reads of a namespace; its errors have no path."""
+        name, inner = tool.get("name"), tool.get("tools")
+        require(isinstance(name, str), f"{at}.name", "a string", name)
+        require(isinstance(inner, list), f"{at}.tools", "an array of tools", inner)
+        assert isinstance(inner, list)
+        self._seen.add(str(name))
+        kept = []
+        for i, part in enumerate(inner):
+            where = f"{at}.tools[{i}]"
+            require(isinstance(part, dict), where, "an object", part)
+            part = drop_nulls(flat(part) if self._profile.lenient_messages else part)
+            kinds, type_ = ("function", "custom"), part.get("type")
+            require(type_ in kinds, f"{where}.type", f"one of {', '.join(kinds)}", type_)
+            name = part.get("name")
+            require(isinstance(name, str), f"{where}.name", "a string", name)
+            kept.append(part)
+        return {**drop_nulls(tool), "tools": kept}
+
     def _custom(self, tool: dict[str, Any], at: str) -> None:
         text, schema = custom_parameters(tool)
         self.functions.append(function_tool(tool.get("name"), text, schema, at, self._seen))
@@ -301,7 +321,7 @@ def _read_tool_choice(
 ) -> ToolChoice:
     choice: Any = body.get("tool_choice", "auto")
     expected = "'none', 'auto', 'required' or one of tools"
-    names = {tool["function"]["name"] for tool in tools.functions}
+    names = frozenset(tool["function"]["name"] for tool in tools.functions)
     if isinstance(choice, str):
         require(choice in _MODES, "tool_choice", expected, choice)
         if choice == "required" and not tools.kept:
@@ -321,7 +341,7 @@ def _read_tool_choice(
             listed,
         )
         allowed = [read(tool).get("name") for tool in listed if isinstance(tool, dict)]
-        known = frozenset(str(name) for name in allowed if name in names)
+        known = names.intersection(name for name in allowed if isinstance(name, str))
         if not known:
             raise ClientError(
                 "tool_choice.tools: none of them is one of tools", param="tool_choice.tools"
@@ -329,6 +349,7 @@ def _read_tool_choice(
         return ToolChoice(_MODES[mode], known)
     if type_ in ("function", "custom"):
         name = choice.get("name")
+        require(isinstance(name, str), "tool_choice.name", "a tool's name", name)
         if name not in names:
             raise ClientError(
                 f"tool_choice.name: no tool of tools is named {name!r}", param="tool_choice.name"

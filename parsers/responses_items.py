@@ -101,7 +101,7 @@ class ItemReader:
         if type_ == "message":
             return self._message(item, at)
         if type_ == "reasoning":
-            return _reasoning(item)
+            return _reasoning(item, at)
         if type_ in _CALLS or type_ in _OUTPUTS:
             return self._call(item, at)
         if type_ in ("tool_search_call", "tool_search_output"):
@@ -286,11 +286,13 @@ def _distinct(items: list[_Entry]) -> list[_Entry]:
     return items
 
 
-def _reasoning(item: _Entry) -> _Entry:
+def _reasoning(item: _Entry, at: str) -> _Entry:
     """Keep the text; where only the summary came back, it is the text (see ``parsers.edits``)."""
-    parts = item.get("content") or item.get("summary") or []
+    field = "content" if item.get("content") else "summary"
+    parts: Any = item.get(field) or []
     if isinstance(parts, str):
         parts = [{"text": parts}]
+    require(isinstance(parts, list), f"{at}.{field}", "an array of parts", parts)
     texts = [
         part["text"]
         for part in parts

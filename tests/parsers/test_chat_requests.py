@@ -95,6 +95,20 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "any", "tools": tool()}, "tool_choice", "'required'"),
     ({"tool_choice": {"type": "auto"}, "tools": tool()}, "tool_choice", "an object"),
     (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": {}}}],
+                },
+            },
+            "tools": tool(),
+        },
+        "tool_choice.allowed_tools.tools[0].name",
+        "a tool's name, got an empty object",
+    ),
+    (
         {"tool_choice": {"type": "function", "function": {"name": "zz"}}, "tools": tool()},
         "tool_choice.function.name",
         "'zz'",

@@ -67,6 +67,7 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
     "responses": [{"type": "function", "name": "f", "parameters": PARAMETERS}],
 }
 
+SPACE = {"type": "namespace", "name": "n", "description": None}
 NULLS = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
 
 # Protocol, what was sent, what was meant, and the path that is refused in profile official.
@@ -401,6 +402,12 @@ FORMS: dict[str, tuple[Protocol, dict[str, Any], dict[str, Any], str]] = {
         },
         "tool_choice.mode",
     ),
+    "responses: a nested tool of a namespace": (
+        "responses",
+        {"tools": [{**SPACE, "tools": [NESTED]}]},
+        {"tools": [{**SPACE, "tools": [FLAT]}]},
+        "tools[0].tools[0].name",
+    ),
     "messages: functions": (
         "messages",
         {"tools": [NESTED]},
@@ -440,6 +447,11 @@ def test_a_tool_in_the_form_of_another_protocol(codec: Codec, official: Codec, f
     [
         ("responses", {"text": {"format": None, "verbosity": None}}),
         ("messages", {"tools": TOOLS["messages"], "tool_choice": NULLS}),
+        (
+            "responses",
+            {"tools": [{**SPACE, "tools": [{**FLAT, "description": None, "strict": None}]}]},
+        ),
+        ("responses", {"reasoning": {"summary": None, "generate_summary": "auto"}}),
     ],
 )
 def test_null_is_not_given_inside_an_object_either(

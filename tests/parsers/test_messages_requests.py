@@ -85,6 +85,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "computer_20250124", "name": "c"}]}, "tools[0].type", "computer_20250124"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "zz"}, "tools": [TOOL]}, "tool_choice.type", "'zz'"),
+    ({"tool_choice": {"type": "tool", "name": {}}, "tools": [TOOL]}, "tool_choice.name", "object"),
     ({"tool_choice": {"type": "tool", "name": "zz"}, "tools": [TOOL]}, "tool_choice.name", "'zz'"),
     ({"thinking": {"type": "on"}}, "thinking.type", "'on'"),
     ({"output_config": {"effort": 5}}, "output_config.effort", "numeric"),

@@ -22,6 +22,7 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 EXEC = {"type": "custom", "name": "exec", "description": "run"}
 SEARCH = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
 QUIET = {"effort": "none"}
+SPACE = {"type": "namespace", "name": "n"}
 
 
 def open_(codec: Codec, *, state: dict[str, Any] | None = None, **fields: Any) -> Exchange:
@@ -66,6 +67,28 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"background": True}, "background", "keeps no responses"),
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"prompt": {"id": "p"}}, "prompt", "not supported"),
+    ({"input": [{"type": "reasoning", "content": True}]}, "input[0].content", "an array of parts"),
+    ({"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary", "an array of parts"),
+    ({"reasoning": {"summary": {}}}, "reasoning.summary", "an empty object"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity", "'loud'"),
+    ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "a string"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "an array of tools"),
+    ({"tools": [{**SPACE, "tools": [5]}]}, "tools[0].tools[0]", "an object"),
+    ({"tools": [{**SPACE, "tools": [{"name": "f"}]}]}, "tools[0].tools[0].type", "got null"),
+    ({"tools": [{**SPACE, "tools": [{**TOOL, "name": 5}]}]}, "tools[0].tools[0].name", "number 5"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": {}}},
+        "tool_choice.name",
+        "empty",
+    ),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": {}}]},
+        },
+        "tool_choice.tools",
+        "none of them",
+    ),
     ({"tools": [5]}, "tools[0]", "an object"),
     ({"tools": [{"name": "f"}]}, "tools[0].type", "a string"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "'a b'"),
