@@ -20,7 +20,14 @@ from parsers.completions import Completion, open_completion
 from parsers.detokenize import Vocabulary
 from parsers.dialects import DIALECTS
 from parsers.edits import Edits
-from parsers.errors import BootError, ClientError, CodecError, Protocol
+from parsers.errors import (
+    BootError,
+    ClientError,
+    CodecError,
+    Protocol,
+    prompt_error,
+    room_error,
+)
 from parsers.exchange import Exchange
 from parsers.opening import READERS, open_choices
 from parsers.policy import Hold
@@ -437,7 +444,7 @@ class Codec:
         except RuntimeError as error:
             raise CodecError(f"the prompt cannot be encoded: {error}") from error
 
-    def sampling(self, request: Request, converted: Converted) -> Sampling:
+    def sampling(self, protocol: Protocol, request: Request, converted: Converted) -> Sampling:
         """Settle how to generate.
 
         Raises:
@@ -449,17 +456,13 @@ class Codec:
         limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
         options = converted.native.inference_options
         if prompt_tokens >= limit:
-            raise ClientError(
-                f"the prompt has {prompt_tokens} tokens and the context of {self.model.name!r} "
-                f"holds {limit}: no room for a reply",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise prompt_error(protocol, prompt_tokens, limit)
         try:
             max_tokens = converted.native.resolve_max_tokens(prompt_tokens, limit)
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
-            raise ClientError(message, code="context_length_exceeded", param="max_tokens") from None
+            asked = request.body.get("max_tokens", 0)
+            raise room_error(protocol, prompt_tokens, limit, asked, message) from None
         # The codec's numbers are f32: rounded, so that 0.95 does not read 0.949999988079071.
         temperature, top_p = round(options.temperature, 6), round(options.top_p, 6)
         if self.profile.sampling == "client":  # the codec forces 1.0 while thinking

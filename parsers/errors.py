@@ -67,6 +67,49 @@ class BootError(ParsersError):
     """The model cannot be served: the message names the special token or setting at fault."""
 
 
+def prompt_error(protocol: Protocol, prompt: int, context: int) -> ClientError:
+    """Build the error for a prompt that leaves no room for a reply.
+
+    Agents know it by words, since the Messages form has no code, and shorten their history then
+    (NousResearch/hermes-agent#821).
+
+    Args:
+        protocol: whose clients read it.
+        prompt: its length in tokens.
+        context: what the model holds, in tokens.
+    """
+    return ClientError(
+        f"prompt is too long: {prompt} tokens > {context - 1} maximum; the model's maximum context "
+        f"length is {context} tokens, a reply included",
+        code="context_length_exceeded",
+        param="input" if protocol == "responses" else "messages",
+    )
+
+
+def room_error(
+    protocol: Protocol, prompt: int, context: int, reply: int, message: str
+) -> ClientError:
+    """Build the error for a reply that may become longer than the context allows.
+
+    In Messages the words are those by which Claude Code asks again for less
+    (musistudio/claude-code-router#1799).
+
+    Args:
+        protocol: whose clients read it.
+        prompt: its length in tokens.
+        context: what the model holds, in tokens.
+        reply: how many tokens were asked for.
+        message: what the codec says of it, for the other protocols.
+    """
+    if protocol == "messages":
+        message = (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {reply} > {context}; "
+            "send less or ask for less"
+        )
+    param = "max_output_tokens" if protocol == "responses" else "max_tokens"
+    return ClientError(message, code="context_length_exceeded", param=param)
+
+
 _TYPES = {
     401: "authentication_error",
     402: "billing_error",

@@ -98,7 +98,7 @@ class _Opening:
         self.request = request
         self.exchange_id = exchange_id
         self.converted = converted
-        self.sampling = codec.sampling(request, converted)
+        self.sampling = codec.sampling(protocol, request, converted)
         self.opened = bool(converted.parsing.starts_in_tool_calls)
 
     def exchange(

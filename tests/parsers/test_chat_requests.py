@@ -260,7 +260,7 @@ def test_a_prompt_beyond_the_context_names_both_numbers(served: ServedModel) -> 
                 open_chat(small, max_tokens=2)
             assert caught.value.param == "max_tokens"
         else:
-            with pytest.raises(ClientError, match=f"{size} tokens .* holds {limit}") as caught:
+            with pytest.raises(ClientError, match=f"{size} tokens .* is {limit} tokens") as caught:
                 open_chat(small)
             assert caught.value.code == "context_length_exceeded"
 

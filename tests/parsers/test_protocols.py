@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -11,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from parsers import Codec
+from parsers import ClientError, Codec, ServedModel
+from parsers.errors import Protocol
 from tests.parsers import streams
 from tests.parsers.streams import PROTOCOLS, events, open_any, talk
 from tests.parsers.support import drive, each, encode, function, said
@@ -302,3 +305,39 @@ def test_anthropic_types_take_every_event(codec: Codec, output: str) -> None:
     one = open_any(codec, "messages", tools=TOOLS)
     drive(one, each(encode(codec, output)))
     Message.model_validate_json(one.body())
+
+
+# What is said of a context that is too small, and by which words clients find it.
+OVERFLOWS = {
+    ("chat", "prompt"): (r"maximum context length is 2000 tokens", "messages"),
+    ("responses", "prompt"): (r"maximum context length is 2000 tokens", "input"),
+    ("messages", "prompt"): (r"prompt is too long: (\d+) tokens > 1999 maximum", "messages"),
+    ("chat", "reply"): (r"maximum context length is 2000 tokens", "max_tokens"),
+    ("responses", "reply"): (r"maximum context length is 2000 tokens", "max_output_tokens"),
+    ("messages", "reply"): (
+        r"input length and `max_tokens` exceed context limit: (\d+) \+ 1999 > 2000",
+        "max_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize(("protocol", "what"), OVERFLOWS)
+def test_agents_know_a_full_context_by_its_words(
+    served: ServedModel, protocol: Protocol, what: str
+) -> None:
+    """They shorten their history then, or ask for less; numbers are those of the prompt."""
+    codec = Codec.load(replace(served, max_model_len=2000))
+    text = " word" * (5000 if what == "prompt" else 5)
+    inner = "input" if protocol == "responses" else "messages"
+    limit = "max_output_tokens" if protocol == "responses" else "max_tokens"
+    body = {"model": served.name, inner: [{"role": "user", "content": text}], limit: 1999}
+    with pytest.raises(ClientError) as caught:
+        codec.open_exchange(protocol, orjson.dumps(body), exchange_id="ID")
+
+    words, param = OVERFLOWS[protocol, what]
+    found = re.search(words, caught.value.message)
+    assert found is not None
+    if found.groups():
+        assert int(found[1]) == len(Codec.load(served).prompt_ids(protocol, orjson.dumps(body)))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert caught.value.param == param
