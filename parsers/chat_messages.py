@@ -90,6 +90,8 @@ def _with_parts(message: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
         type_ = part.get("type") if isinstance(part, dict) else None
         if type_ in ("input_text", "output_text"):
             part = {"type": "text", "text": part.get("text")}
+        elif type_ == "file" and isinstance(part.get("file"), dict):
+            part = {"type": "file", **part["file"]}  # the codec has it flat
         elif message["role"] == "assistant" and type_ == "refusal":
             part = {"type": "text", "text": part.get("refusal")}
         elif message["role"] == "assistant" and type_ in _THOUGHTS:

@@ -173,6 +173,13 @@ SLIPS: dict[str, tuple[Protocol, Turns, Turns, str]] = {
         chat(call(), content="t"),
         "messages[1].content[0].type",
     ),
+    # the form of OpenAI's own SDK
+    "chat: a nested file": (
+        "chat",
+        [{"role": "user", "content": [{"type": "file", "file": {"file_data": "data:,x"}}]}],
+        [{"role": "user", "content": [{"type": "file", "file_data": "data:,x"}]}],
+        "",
+    ),
     "chat: a refusal": (
         "chat",
         [ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ASK],
