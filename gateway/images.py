@@ -26,6 +26,7 @@ import orjson
 from gateway.imagesize import image_size
 from gateway.threads import THREAD_FROM_BYTES, in_thread, in_thread_if
 from parsers import ClientError, Protocol
+from parsers.body import check_nesting
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[list[str]]]
@@ -106,13 +107,15 @@ class Images:
 
         Raises:
             ClientError: 400, with the field: too many, too large, of no known format, not to be
-                had, at an address that is not public, or not there in time.
+                had, at an address that is not public, or not there in time; or the body is nested
+                too deep.
         """
         long = len(body) >= THREAD_FROM_BYTES
         try:
             fields = await in_thread_if(long, orjson.loads, body)
         except orjson.JSONDecodeError:
             return body
+        await in_thread_if(long, check_nesting, body, fields)
         places = list(_places(protocol, fields))
         if len(places) > self._limits.count:
             raise ClientError(
@@ -291,6 +294,11 @@ def _place(part: dict[str, Any], at: str) -> _Place | None:
             return _Place(f"{at}.image_url.url", holder, "url", holder["url"])
         if isinstance(holder, str):
             return _Place(f"{at}.image_url", part, "image_url", holder)
+    if kind == "file":  # of Chat, where the codec takes no file but an image
+        holder = part["file"] if isinstance(part.get("file"), dict) else part
+        data = holder.get("file_data")
+        if isinstance(data, str) and data[:5].lower() == "data:":
+            return _Place(f"{at}.file_data", holder, "file_data", f"data:{data[5:]}")
     source = part.get("source")
     if kind == "image" and isinstance(source, dict):
         if source.get("type") == "url" and isinstance(source.get("url"), str):

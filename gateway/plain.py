@@ -17,7 +17,7 @@ from gateway.errors import error_response
 from gateway.service import Service, json_response
 from gateway.threads import in_thread
 from parsers import ClientError, Codec, parse_function_call, separate_reasoning
-from parsers.body import describe, fail
+from parsers.body import fail, parse_object
 from parsers.schemas import check_size
 
 #: SGLang's names of the parsers whose families we parse, spelled without separators.
@@ -126,7 +126,7 @@ def _counted(codec: Codec, body: bytes) -> bytes:
 
 def _tokenized(codec: Codec, body: bytes) -> bytes:
     """Answer /v1/tokenize in SGLang's shape."""
-    fields = _fields(body)
+    fields = parse_object(body)
     given = [name for name in ("prompt", "messages") if name in fields]
     if len(given) != 1:
         found = " and ".join(given) or "neither"
@@ -146,14 +146,14 @@ def _tokenized(codec: Codec, body: bytes) -> bytes:
 def _parsed(codec: Codec, body: bytes) -> bytes:
     """Answer /parse_function_call; the fields of the result are the names of SGLang's reply."""
     codec.check_chat()
-    text, tools = _parse_request(_fields(body))
+    text, tools = _parse_request(parse_object(body))
     return orjson.dumps(parse_function_call(codec, text, tools))
 
 
 def _separated(codec: Codec, body: bytes) -> bytes:
     """Answer /separate_reasoning: `text`, `reasoning_parser`, `return_blocks`."""
     codec.check_chat()
-    fields = _fields(body)
+    fields = parse_object(body)
     text, blocks = fields.get("text"), fields.get("return_blocks") or False
     if not isinstance(text, str):
         raise fail("text", "a string", text)
@@ -161,16 +161,6 @@ def _separated(codec: Codec, body: bytes) -> bytes:
         raise fail("return_blocks", "true or false", blocks)
     _check_family(fields, "reasoning_parser", _PARSER_NAMES)
     return orjson.dumps(separate_reasoning(text).reply(blocks=blocks))
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ClientError(f"request body: expected a JSON object: {error}") from None
-    if not isinstance(fields, dict):
-        raise ClientError(f"request body: expected a JSON object, got {describe(fields)}")
-    return fields
 
 
 def _parse_request(fields: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -195,6 +185,4 @@ def _check_family(fields: dict[str, Any], name: str, known: frozenset[str]) -> N
     if family is not None and (
         not isinstance(family, str) or re.sub(r"[-_.]", "", family.lower()) not in known
     ):
-        raise ClientError(
-            f"{name}: this server parses {', '.join(sorted(known))}, got {family!r}", param=name
-        )
+        raise fail(name, f"one of {', '.join(sorted(known))}", family)

@@ -17,6 +17,7 @@ from parsers.errors import ClientError
 from parsers.jsontext import RepeatedKeyError, check_keys
 
 Body = dict[str, Any]
+_NESTED = 250  # levels; the decoder reads four times as many as its writer, and the codec, take
 
 
 def parse_object(raw: bytes) -> Body:
@@ -47,8 +48,30 @@ def parse_object(raw: bytes) -> Body:
             code="duplicate_key",
         ) from None
     except RecursionError:
-        raise ClientError("request body: nesting is too deep") from None
+        raise _too_deep() from None
+    check_nesting(raw, value)
     return value
+
+
+def check_nesting(raw: bytes, value: Any) -> None:
+    """Raise unless a body can be written again: then it can be walked through as well.
+
+    Args:
+        raw: the body as received.
+        value: what was read from it.
+
+    Raises:
+        ClientError: it is nested deeper.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _NESTED:  # else it cannot be
+        try:
+            orjson.dumps(value)
+        except orjson.JSONEncodeError:
+            raise _too_deep() from None
+
+
+def _too_deep() -> ClientError:
+    return ClientError(f"request body: nesting is too deep; expected at most {_NESTED} levels")
 
 
 def written(value: Any, param: str) -> str:

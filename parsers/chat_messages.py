@@ -49,7 +49,9 @@ def read_messages(
         require(role in ROLES, f"{at}.role", f"one of {', '.join(ROLES)}", role)
         if profile.lenient_messages:
             message = _lenient(message)
-        if role == "assistant" and message.get("tool_calls") is not None:
+        if role != "assistant" and "tool_calls" in message:  # nobody else calls
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message.get("tool_calls") is not None:
             message = _read_calls(message, f"{at}.tool_calls", profile)
             if profile.missing_reasoning == "restore":
                 message = _restore(message, store)
@@ -152,6 +154,9 @@ def _check_content(message: dict[str, Any], role: str, at: str, served: ServedMo
             image = part.get("image_url")
             url = image.get("url") if isinstance(image, dict) else None
             check_image(where, served, url)
+        data = part.get("file_data") if type_ == "file" else None
+        if isinstance(data, str) and data[:11].lower() == "data:image/":  # to the codec, an image
+            check_image(where, served, "data:")
 
 
 def _read_calls(message: dict[str, Any], at: str, profile: Profile) -> dict[str, Any]:

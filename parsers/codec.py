@@ -17,6 +17,7 @@ import orjson
 
 from parsers.body import parse_object
 from parsers.completions import Completion, open_completion
+from parsers.culprit import culprit
 from parsers.detokenize import Vocabulary
 from parsers.dialects import DIALECTS
 from parsers.edits import Edits
@@ -52,8 +53,8 @@ _CHUNKS = Chunks(
 )
 # The codec names a field in quotes, as "Invalid x value" or not at all.
 _QUOTED_PATH = re.compile(r"'((?:messages|tools|stop|input)\[\d+\][^']*)'")
-# In Messages it names a message as "messages.1: ...".
-_DOTTED_MESSAGE = re.compile(r"\Amessages\.(\d+)")
+# In Messages it names a message as "messages.1: ...", for a file as ".messages[1]: ...".
+_DOTTED_MESSAGE = re.compile(r"\A\.?messages[.\[](\d+)")
 _INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
 _BAD_SCHEMA = re.compile(r"Invalid schema for function '([^']*)'")
 _PARAM_BY_WORDS = (
@@ -99,6 +100,7 @@ _REPLIES = {
 _EXCUSED = re.compile(r"call_.._ET_")
 _IMAGE = "<｜image｜>"
 _EFFORT_LINE = "Reasoning Effort: "
+_LONGEST = 600  # characters of a message
 _TIER = 75  # what the codec writes into that line for the effort "high"
 
 
@@ -397,7 +399,7 @@ class Codec:
                 response_schema=None if wanted is None else wanted.schema,
             )
         except ValueError as error:
-            raise ClientError(str(error), param="output_config.format") from None
+            raise ClientError(_short(str(error)), param="output_config.format") from None
 
     def _with_effort(self, prompt_ids: list[int], effort: int) -> list[int]:
         """Put a number into the line that tells V4.1 how much to think."""
@@ -415,7 +417,9 @@ class Codec:
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
             param = _param(message, body) or self._strict_tool(protocol, body)
-            raise ClientError(message, status=error.status_code, param=param) from None
+            if param is None and (param := self._culprit(protocol, body)):
+                message = f"{param}: {message}"
+            raise ClientError(_short(message), status=error.status_code, param=param) from None
 
     def _strict_tool(self, protocol: Protocol, body: Mapping[str, Any]) -> str | None:
         """Name the tool whose strict schema the codec refuses; it does not say which."""
@@ -436,7 +440,21 @@ class Codec:
         except orjson.JSONEncodeError:  # it writes fewer levels than it reads
             raise ClientError("request body: nesting is too deep") from None
         except ValueError as error:
-            raise ClientError(str(error)) from None
+            param = self._culprit(protocol, body)
+            message = f"{param}: {error}" if param else str(error)
+            raise ClientError(_short(message), param=param) from None
+
+    def _culprit(self, protocol: Protocol, body: Mapping[str, Any]) -> str | None:
+        """Find the part of a body that the codec refuses without naming it."""
+
+        def reads(smaller: Any) -> bool:
+            try:
+                _REQUESTS[protocol](orjson.dumps(smaller)).convert(self._options)
+            except (recipe.ConversionError, ValueError):
+                return False
+            return True
+
+        return culprit(body, len(orjson.dumps(body)), reads)
 
     def _encode(self, conversation: Any) -> list[int]:
         try:
@@ -541,6 +559,11 @@ class Codec:
             self._encoding.encode(converted.conversation)
         except RuntimeError as error:
             raise BootError(f"{self.model.tokenizer_path}: {error}") from error
+
+
+def _short(message: str) -> str:
+    """Cut a message of the codec, which may repeat a value of any length."""
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
 
 
 def _param(message: str, body: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from parsers.request import (
     unheeded,
 )
 from parsers.rules import Profile
-from parsers.schemas import check_size
+from parsers.schemas import check_schema
 from parsers.values import ReplyFormat, ServedModel, ToolChoice
 
 
@@ -203,7 +203,7 @@ def _read_output_config(body: Body) -> ReplyFormat | None:
     schema = shape.get("schema")
     require(isinstance(schema, dict), f"{at}.schema", "a JSON Schema object", schema)
     body["output_config"] = {name: value for name, value in config.items() if name != "format"}
-    check_size(schema, f"{at}.schema")
+    check_schema(schema, f"{at}.schema")
     return ReplyFormat(schema, strict=True)
 
 

@@ -132,7 +132,9 @@ def read_responses(
     echo = _echo(raw, body, stored, tools, stateful=stateful)
     body["model"] = served.name
     if items or "input" in body:
-        require(bool(items), "input", "an item that holds something for the model", body["input"])
+        require(
+            bool(items), "input", "an item that holds something for the model", body.get("input")
+        )
         body["input"] = items
     if tools.kept:
         body["tools"] = tools.kept
@@ -389,7 +391,7 @@ def _echo(
     if body.get("parallel_tool_calls") is False:
         echo["parallel_tool_calls"] = False
     if tools.customs or tools.searches or tools.dropped:
-        echo["tools"] = raw["tools"]
+        echo["tools"] = raw.get("tools") or []  # all may come from a search of the client
     if isinstance(raw.get("tool_choice"), dict):
         echo["tool_choice"] = raw["tool_choice"]
     return echo

@@ -128,6 +128,22 @@ def check_size(schema: Any, at: str) -> None:
         raise ClientError(f"{at}: expected at most {MAX_BYTES} bytes of schema", param=at)
 
 
+def check_schema(schema: Any, at: str) -> None:
+    """Raise unless a value is a schema within the bounds: where the codec is not asked.
+
+    Raises:
+        ClientError: it is not; ``param`` is ``at``.
+    """
+    check_size(schema, at)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except RecursionError:
+        raise ClientError(f"{at}: nesting is too deep", param=at) from None
+    except SchemaError as error:
+        what = f"{error.json_path}: {error.message}"[:_LONGEST]
+        raise ClientError(f"{at}: expected a JSON Schema: {what}", param=at) from None
+
+
 def is_schema(value: Any) -> bool:
     """Whether a JSON value is a schema; the codec has asked that of those in requests."""
     try:

@@ -161,7 +161,7 @@ def test_our_family_is_known_by_its_spellings(info: ModelInfo, name: str) -> Non
         ({"text": "a", "tools": {}}, "tools", "expected a list of tools, got an empty object"),
         ({"text": "a", "tools": TOOLS, "tool_call_parser": "qwen25"}, "tool_call_parser", "qwen25"),
         ({"text": "a", "tools": TOOLS, "tool_call_parser": "deepseekv3"}, "tool_call_parser", "v3"),
-        ({"text": "a", "tools": TOOLS, "tool_call_parser": 4}, "tool_call_parser", "got 4"),
+        ({"text": "a", "tools": TOOLS, "tool_call_parser": 4}, "tool_call_parser", "number 4"),
         ({"text": "a", "tools": [{"type": "function"}]}, "tools[0].function", "got null"),
     ],
 )

@@ -1,0 +1,988 @@
+"""Hostile requests, made from good ones, and what must hold for the reply to every one of them.
+
+    python -m tests.gateway.fuzz_requests --count 50000      cases of a seed; prints what broke a rule
+    python -m tests.gateway.fuzz_requests --only 4711        one of them again, with its body
+
+A case is a function of the seed and its number: a good body of one of the endpoints, changed at one
+or two nodes of its JSON tree (replaced by a hostile value, left out, doubled, nested, swapped with a
+sibling, or given a member it did not have), or a body that is no such tree at all. What must hold:
+
+* the status is never 5xx, and nothing raises behind a reply;
+* a refusal has its protocol's form and a message; where the message names a field, so does `param`;
+* a reply is whole: JSON of its protocol, or a stream that ends as its protocol's streams end;
+* what a response leaves in the store can be fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import random
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer
+
+from engine.api import FinishReason, GenerateRequest, ModelInfo, TokenDelta, TokenLogprob
+from tests.gateway.support import EOS, FunctionBackend, RawCall, make_info, running, save_tokenizer
+
+LINES = (Path(__file__).parents[1] / "data/requests/clients.jsonl").read_bytes().splitlines()
+CLIENTS = [orjson.loads(line) for line in LINES]
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+    "completions": "/v1/completions",
+    "tokenize": "/v1/tokenize",
+    "parse": "/parse_function_call",
+    "separate": "/separate_reasoning",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "agent": {"profile": "agent", "store": "memory"},
+    "official": {"profile": "official"},
+    "sglang": {"profile": "sglang"},
+    "sees": {"profile": "agent", "store": "memory"},
+}
+ANSWER = '{"a": "x", "ok": true}'
+KEPT = "(kept response)"
+"""Stands for the id of a response that the server keeps."""
+KEPT_ITEM = "(kept item)"
+"""Stands for the id of an item of it."""
+IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
+    "WjR9awAAAABJRU5ErkJggg=="
+)
+FILE = "data:text/plain;base64,Rg=="
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^x"}, "n": {"$ref": "#/$defs/n"}},
+    "required": ["a"],
+    "$defs": {"n": {"enum": [1, 2]}},
+}
+STRICT = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_DSML = (
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">x'
+    "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+CALLS = (
+    "<｜DSML｜ calls>\n"
+    + "".join(
+        f'<｜DSML｜ invoke name="{name}">\n<｜DSML｜ parameter name="a" string="true">x'
+        '</｜DSML｜ parameter>\n<｜DSML｜ parameter name="n" string="false">1</｜DSML｜ parameter>\n'
+        "</｜DSML｜ invoke>\n"
+        for name in ("f", "g", "tool_1", "bash", "apply_patch", "ns::f1", "tool_search")
+    )
+    + "</｜DSML｜ calls>"
+)
+REST = (
+    '<｜DSML｜ parameter name="a" string="true">x</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+OUTPUTS = (f"R</think>{ANSWER}", f"R</think>A\n\n{CALLS}", f"{ANSWER}</think>")
+"""What the backend writes, by turns."""
+# Bodies that hold every field and every kind of part that the readers know.
+RICH: list[tuple[str, dict[str, Any]]] = [
+    (
+        "chat",
+        {
+            "messages": [
+                {"role": "system", "content": "S", "name": "n"},
+                {"role": "developer", "content": [{"type": "text", "text": "D"}]},
+                {"role": "user", "content": [{"type": "text", "text": "U"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "T"},
+                        {"type": "output_text", "text": "O"},
+                        {"type": "refusal", "refusal": "R"},
+                    ],
+                    "reasoning_content": None,
+                    "reasoning": "R",
+                    "thinking_blocks": [{"type": "thinking", "thinking": "T"}],
+                    "reasoning_details": [{"type": "reasoning.text", "text": "T"}],
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a": "x"}'},
+                        },
+                        {"id": "c2", "type": "custom", "custom": {"name": "g", "input": "i"}},
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "1"},
+                {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "2"}]},
+                {"role": "latest_reminder", "content": "L"},
+                {"role": "user", "content": "U"},
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "description": "d",
+                        "strict": False,
+                        "parameters": SCHEMA,
+                    },
+                },
+                {
+                    "type": "custom",
+                    "custom": {
+                        "name": "g",
+                        "description": "d",
+                        "format": {
+                            "type": "grammar",
+                            "grammar": {"syntax": "lark", "definition": "x"},
+                        },
+                    },
+                },
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_tokens": 40,
+            "max_completion_tokens": 40,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "presence_penalty": 1,
+            "frequency_penalty": 1,
+            "logit_bias": {"20": 1},
+            "n": 2,
+            "seed": 1,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "prompt_logprobs": 1,
+            "prompt_logprobs_start": 2,
+            "stop": ["never"],
+            "thinking": {"type": "enabled"},
+            "reasoning_effort": "high",
+            "verbosity": "low",
+            "parallel_tool_calls": False,
+            "response_format": {"type": "text"},
+            "chat_template_kwargs": {"thinking": True, "reasoning_effort": 50},
+        },
+    ),
+    (
+        "chat",
+        {
+            "messages": [
+                {"role": "user", "content": "U"},
+                {"role": "assistant", "content": "A", "prefix": False},
+            ],
+            "continue_final_message": True,
+            "thinking": {"type": "disabled"},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "n",
+                    "description": "d",
+                    "strict": False,
+                    "schema": SCHEMA,
+                },
+            },
+        },
+    ),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "U"}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "strict": True, "parameters": STRICT},
+                }
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+    ),
+    (
+        "responses",
+        {
+            "instructions": "I",
+            "previous_response_id": KEPT,
+            "input": [
+                {"type": "message", "role": "developer", "content": "D"},
+                {"role": "user", "content": [{"type": "input_text", "text": "U"}]},
+                {
+                    "type": "reasoning",
+                    "id": "rs_1",
+                    "summary": [{"type": "summary_text", "text": "S"}],
+                    "content": [{"type": "reasoning_text", "text": "T"}],
+                    "encrypted_content": None,
+                },
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "content": [
+                        {"type": "output_text", "text": "O", "annotations": []},
+                        {"type": "refusal", "refusal": "R"},
+                    ],
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "c1",
+                    "name": "f",
+                    "namespace": "ns",
+                    "arguments": "{}",
+                },
+                {"type": "custom_tool_call", "call_id": "c2", "name": "g", "input": "i"},
+                {"type": "tool_search_call", "call_id": "c3", "arguments": {"query": "q"}},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+                {
+                    "type": "custom_tool_call_output",
+                    "call_id": "c2",
+                    "output": [{"type": "output_text", "text": "2"}],
+                },
+                {
+                    "type": "tool_search_output",
+                    "call_id": "c3",
+                    "tools": [
+                        {"type": "function", "name": "h", "parameters": SCHEMA},
+                        {"type": "custom", "name": "k", "description": "d"},
+                        {
+                            "type": "namespace",
+                            "name": "ns2",
+                            "tools": [{"type": "function", "name": "m", "parameters": STRICT}],
+                        },
+                    ],
+                },
+                {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+                {"type": "local_shell_call", "call_id": "c4", "action": {"command": ["ls"]}},
+                {
+                    "role": "user",
+                    "content": [{"type": "input_file", "filename": "a.txt", "file_data": FILE}],
+                },
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "f",
+                    "description": "d",
+                    "strict": False,
+                    "parameters": SCHEMA,
+                },
+                {
+                    "type": "custom",
+                    "name": "g",
+                    "description": "d",
+                    "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+                },
+                {"type": "custom", "name": "apply_patch", "description": "d"},
+                {
+                    "type": "namespace",
+                    "name": "ns",
+                    "description": "d",
+                    "tools": [
+                        {"type": "function", "name": "f1", "description": "d", "parameters": SCHEMA}
+                    ],
+                },
+                {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+                {"type": "web_search", "filters": {}},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+            "reasoning": {"effort": "high", "summary": "auto", "generate_summary": None},
+            "text": {"verbosity": "low", "format": {"type": "text"}},
+            "stream": True,
+            "store": True,
+            "background": False,
+            "parallel_tool_calls": False,
+            "max_output_tokens": 40,
+            "top_logprobs": 2,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "metadata": {"k": "v"},
+            "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+            "user": "u",
+            "truncation": "auto",
+            "stream_options": {"include_obfuscation": False},
+        },
+    ),
+    (
+        "responses",
+        {
+            "input": "U",
+            "background": True,
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "responses",
+        {
+            "input": [
+                {"type": "item_reference", "id": KEPT_ITEM},
+                {"role": "user", "content": "U"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+    ),
+    (
+        "messages",
+        {
+            "max_tokens": 40,
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: b\nS"},
+                {"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}},
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "U"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "T", "signature": "s"},
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "A"},
+                        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": "x"}},
+                        {"type": "tool_use", "id": "c2", "name": "bash", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c1",
+                            "is_error": True,
+                            "content": [{"type": "text", "text": "1"}],
+                        },
+                        {"type": "tool_result", "tool_use_id": "c2", "content": "2"},
+                        {
+                            "type": "document",
+                            "title": "t",
+                            "source": {"type": "text", "media_type": "text/plain", "data": "D"},
+                        },
+                        {
+                            "type": "search_result",
+                            "source": "s",
+                            "title": "t",
+                            "content": [{"type": "text", "text": "R"}],
+                        },
+                        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+                    ],
+                },
+                {"role": "assistant", "content": "A"},
+                {"role": "user", "content": "U"},
+            ],
+            "tools": [
+                {"name": "f", "description": "d", "strict": True, "input_schema": SCHEMA},
+                {"type": "bash_20250124", "name": "bash"},
+                {"type": "custom", "name": "g", "input_schema": {"type": "object"}},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 1},
+            ],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": ["never"],
+            "stream": True,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "output_config": {"effort": "high"},
+            "metadata": {"user_id": "u"},
+            "context_management": {"edits": []},
+        },
+    ),
+    (
+        "messages",
+        {
+            "max_tokens": 40,
+            "messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "{"}],
+            "thinking": {"type": "disabled"},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "messages",
+        {
+            "max_tokens": 40,
+            "messages": [{"role": "user", "content": "U"}],
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "f"},
+        },
+    ),
+    (
+        "completions",
+        {
+            "prompt": "Once",
+            "max_tokens": 8,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "n": 1,
+            "seed": 1,
+            "logprobs": 2,
+            "prompt_logprobs": 1,
+            "prompt_logprobs_start": 1,
+            "stop": ["never"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "presence_penalty": 1,
+            "logit_bias": {"20": 1},
+            "echo": False,
+            "best_of": 1,
+            "suffix": None,
+        },
+    ),
+    ("completions", {"prompt": [[40, 41, 42]], "stop": "never"}),
+    ("tokenize", {"prompt": "Once"}),
+    ("tokenize", {"messages": [{"role": "user", "content": "U"}]}),
+    (
+        "parse",
+        {
+            "text": _DSML,
+            "tool_call_parser": "deepseekv41",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        },
+    ),
+    (
+        "separate",
+        {"text": "R</think>A", "reasoning_parser": "deepseek-v4", "return_blocks": True},
+    ),
+]
+SEEN: list[tuple[str, dict[str, Any]]] = [
+    (
+        "chat",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "U"},
+                        {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}},
+                        {"type": "file", "file": {"filename": "a.png", "file_data": IMAGE}},
+                    ],
+                }
+            ]
+        },
+    ),
+    (
+        "responses",
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_image", "image_url": IMAGE, "detail": "low"}],
+                },
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c1",
+                    "output": [{"type": "input_image", "image_url": IMAGE}],
+                },
+            ]
+        },
+    ),
+    (
+        "messages",
+        {
+            "max_tokens": 40,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {
+                                "type": "base64",
+                                "media_type": "image/png",
+                                "data": IMAGE.partition(",")[2],
+                            },
+                        }
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c1",
+                            "content": [
+                                {
+                                    "type": "image",
+                                    "source": {
+                                        "type": "base64",
+                                        "media_type": "image/png",
+                                        "data": IMAGE.partition(",")[2],
+                                    },
+                                }
+                            ],
+                        }
+                    ],
+                },
+            ],
+        },
+    ),
+]
+
+
+class Text(str):
+    """A value as it is to stand in the JSON text, whatever JSON says of it."""
+
+    __slots__ = ()
+
+
+def walk(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Give every node of a JSON tree with its path, the root first."""
+    yield path, node
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from walk(value, (*path, key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from walk(value, (*path, index))
+
+
+GOOD = [
+    *((p, {"model": "test-model", **body}) for p, body in RICH),
+    *((one["protocol"], {**one["body"], "model": "test-model"}) for one in CLIENTS),
+]
+SIGHTED = [(p, {"model": "test-model", **body}) for p, body in SEEN]
+_NODES = [(path, node) for _, body in (*GOOD, *SIGHTED) for path, node in walk(body)]
+TYPES = sorted({n for p, n in _NODES if p and p[-1] in ("type", "role") and isinstance(n, str)})
+KEYS = sorted({path[-1] for path, _ in _NODES if path and isinstance(path[-1], str)})
+DEEP = (200, 1000)
+HOSTILE: list[Any] = [
+    *(None, True, False, 0, -1, 1.5, 2**63, "", " ", "\x00", "x", "x" * 5000, [], {}),
+    *([None], [[]], [{}], [""], [1], {"": None}, {"type": None}, {"type": "x"}, {"type": []}),
+    *(Text("1e400"), Text(str(2**70)), Text("-0"), Text("NaN"), Text(r'"\ud800"')),
+    *(Text("[" * deep + "]" * deep) for deep in DEEP),
+    *(Text('{"a":' * deep + "1" + "}" * deep) for deep in DEEP),
+    *(Text('{"content":[' * (d // 2) + "]}" * (d // 2)) for d in DEEP),
+    *(Text('{"$ref": "#"}'), {"type": ["x"]}, {"required": [{}]}, {"properties": {"a": 1}}),
+    *(
+        Text('"\\u2028"'),
+        "<｜end▁of▁sentence｜>",
+        "</think>",
+        {"name": []},
+        {"id": 1, "type": "text"},
+    ),
+    *({"type": name} for name in TYPES),
+    *({"type": name, "role": name} for name in TYPES),
+    *TYPES,
+]
+RAW = [
+    *(
+        b"",
+        b" \n",
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b"{",
+        b"{}{}",
+        b"{} x",
+        b"null",
+        b"[]",
+        b'"x"',
+    ),
+    *(b"NaN", b"1e999", b'{"model": NaN}', b'{"model": Infinity}', b"{'model': 1}", b'{"a": 1,}'),
+    *(b'{"model": "test-model", "model": "x"}', b'{"": 1}', b'{"model": "\xc3"}', b"[" * 100_000),
+    *(b'{"a":' * 2000 + b"1" + b"}" * 2000, b'{"model": "\\ud800"}', b"\x00", b"a=1&b=2"),
+    *(gzip.compress(b'{"model": "test-model"}', mtime=0), b'{"model": /* c */ 1}', b"-", b"tru"),
+]
+HEADERS: list[dict[str, str]] = [
+    {"content-type": "text/plain"},
+    {"content-type": "multipart/form-data; boundary=x"},
+    {"content-type": ""},
+    {"content-type": "application/json; charset=utf-16"},
+    {"content-encoding": "gzip"},
+    {"x-bathyal-script": ",,"},
+    {"x-bathyal-prefill": "\xff"},
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request.
+
+    Args:
+        number: within the seed.
+        server: which of ``SETTINGS`` it is sent to.
+        protocol: which of ``PATHS``.
+        body: as it is sent; holds ``KEPT`` where the id of a kept response belongs.
+        headers: beside none.
+        what: how it was made.
+    """
+
+    number: int
+    server: str
+    protocol: str
+    body: bytes
+    headers: dict[str, str]
+    what: str
+
+
+def rendered(node: Any) -> bytes:
+    """Write a tree as JSON; a ``Text`` stands as it is."""
+    if isinstance(node, Text):
+        return node.encode()
+    if isinstance(node, dict):
+        return (
+            b"{" + b",".join(orjson.dumps(k) + b":" + rendered(v) for k, v in node.items()) + b"}"
+        )
+    if isinstance(node, list):
+        return b"[" + b",".join(map(rendered, node)) + b"]"
+    return orjson.dumps(node)
+
+
+def changed(node: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
+    """Return a tree with a change at a path; nodes off the path are shared."""
+    if not path:
+        return _changed_root(node, how, value)
+    if not isinstance(node, dict | list):
+        return node  # the other change of a pair has taken the path away
+    copy: Any = dict(node) if isinstance(node, dict) else list(node)
+    key = path[0]
+    there = key in copy if isinstance(copy, dict) else isinstance(key, int) and key < len(copy)
+    if not there:
+        return node
+    if len(path) > 1 or how in ("replace", "nest", "name", "add"):
+        copy[key] = changed(copy[key], path[1:], how, value)
+        return copy
+    if how == "delete":
+        del copy[key]
+    elif how == "double":
+        if isinstance(copy, list):
+            copy.insert(key, copy[key])
+        else:
+            text = rendered(copy[key]).decode()
+            copy[key] = Text(f"{text},{orjson.dumps(key).decode()}:{text}")
+    elif how == "rename":
+        copy = {(value if k == key else k): v for k, v in copy.items()} if path else copy
+    else:
+        keys = list(copy) if isinstance(copy, dict) else list(range(len(copy)))
+        other = keys[(keys.index(key) + 1) % len(keys)]
+        copy[key], copy[other] = copy[other], copy[key]
+    return copy
+
+
+def _changed_root(node: Any, how: str, value: Any) -> Any:
+    if how == "replace":
+        return value
+    if how == "nest":
+        return [node]
+    if how == "name":
+        return {value: node}
+    if how == "add" and isinstance(node, dict):
+        return {**node, value[0]: value[1]}
+    return node
+
+
+def _change(rng: random.Random, tree: Any) -> tuple[tuple[Any, ...], str, Any]:
+    """Draw a change of a tree: where, how and with what."""
+    path, node = rng.choice([*walk(tree)])
+    how = rng.choices(
+        ("replace", "delete", "double", "nest", "name", "swap", "add", "rename"),
+        (12, 2, 1, 1, 1, 1, 3, 1),
+    )[0]
+    value: Any = None
+    if how == "replace":
+        value = rng.choice(HOSTILE)
+    elif how == "name":
+        value = rng.choice(("", "type", "text", "function", "content"))
+    elif how == "rename":
+        if not path or not isinstance(path[-1], str):
+            how = "swap"
+        value = rng.choice(KEYS)
+    elif how == "add":
+        if not isinstance(node, dict):
+            how, value = "replace", rng.choice(HOSTILE)
+        else:
+            value = (rng.choice(KEYS), rng.choice((*HOSTILE, rng.choice(_NODES)[1])))
+    return path, how, value
+
+
+def make(seed: int, number: int) -> Case:
+    """Make a case; a function of its arguments."""
+    rng = random.Random(f"{seed} {number}")
+    server = rng.choices(list(SETTINGS), (5, 2, 2, 1))[0]
+    if server == "sees":
+        protocol, tree = rng.choice(SIGHTED)
+    else:
+        protocol, tree = rng.choice(GOOD[: len(RICH)] if rng.random() < 0.6 else GOOD)
+    if protocol == "messages" and rng.random() < 0.1:
+        protocol = "count_tokens"
+    if rng.random() < 0.01:
+        raw = rng.choice(RAW)
+        return Case(number, server, protocol, raw, {}, f"raw {raw[:40]!r}")
+    mutant: Any = tree
+    notes = []
+    for _ in range(1 if rng.random() < 0.6 else 2):
+        path, how, value = _change(rng, tree)
+        mutant = changed(mutant, path, how, value)
+        notes.append(f"{how} {path} {str(value)[:80]!r}")
+    if isinstance(mutant, dict) and "stream" in mutant and rng.random() < 0.5:
+        mutant = {key: value for key, value in mutant.items() if "stream" not in key}
+    headers = rng.choice(HEADERS) if rng.random() < 0.02 else {}
+    return Case(number, server, protocol, rendered(mutant), headers, "; ".join(notes))
+
+
+REPLY_AT_FAULT = (
+    "response_format is not met",
+    "tool_choice asks for a call",
+    "the arguments of a call of",
+)
+"""How refusals begin that are the model's doing: what it was asked for, this backend does not write."""
+
+
+class BrokenError(AssertionError):
+    """A reply broke a rule."""
+
+
+def _holds(ok: Any, rule: str, reply: Any) -> None:
+    if not ok:
+        raise BrokenError(f"{rule}: {str(reply)[:600]}")
+
+
+class Servers:
+    """Applications with every profile, over a backend that answers anything.
+
+    Attributes:
+        apps: by the names of `SETTINGS`.
+        refusals: messages of refusals without `param`, by how often they came.
+        statuses: of all replies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tokenizer.json"
+        save_tokenizer(self._path)
+        self._encoded: dict[str, list[int]] = {}
+        self._tokenizer: Any = Tokenizer.from_file(str(self._path))
+        self.apps: dict[str, ASGIApp] = {}
+        self._kept: dict[str, Any] = {}
+        self.output = OUTPUTS[0]
+        self._stack = AsyncExitStack()
+        self.refusals: Counter[str] = Counter()
+        self.statuses: Counter[int] = Counter()
+
+    async def __aenter__(self) -> Servers:
+        for name, settings in SETTINGS.items():
+            info = self._info(has_vision=name == "sees")
+            backend = FunctionBackend(info, self._generate)
+            app = await self._stack.enter_async_context(running(backend, **settings))
+            self.apps[name] = app
+            if "store" in settings:
+                status, reply = await self.send(
+                    app, "responses", b'{"model":"test-model","input":"x"}'
+                )
+                _holds(status == 200, "a response is kept", reply)
+                self._kept[name] = orjson.loads(reply)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def _info(self, **changes: Any) -> ModelInfo:
+        return make_info(self._path, **changes)
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Think, and answer; inside an opened call, end it."""
+        if request.id.endswith("-call"):
+            prompt = self._tokenizer.decode(request.prompt_ids[-8:], skip_special_tokens=False)
+            text = REST if prompt.endswith('">\n') else f'<｜DSML｜ invoke name="f">\n{REST}'
+        else:
+            text = self.output
+        if text not in self._encoded:
+            self._encoded[text] = self._tokenizer.encode(text).ids
+        ids = [*self._encoded[text], EOS][: request.sampling.max_tokens]
+        scored = request.sampling.top_logprobs
+        for i, token_id in enumerate(ids):
+            score = None
+            if scored is not None:
+                score = (TokenLogprob(-1.0, tuple((20 + k, -2.0) for k in range(scored))),)
+            finish = None
+            if i + 1 == len(ids):
+                finish = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
+            yield TokenDelta(request.id, (token_id,), logprobs=score, finish_reason=finish)
+
+    async def send(
+        self, app: ASGIApp, protocol: str, body: bytes, **options: Any
+    ) -> tuple[int, bytes]:
+        """Send one request and return its status and reply; what raises behind it raises here."""
+        path = options.pop("path", None) or PATHS[protocol]
+        one = RawCall(app, path, body, **options)
+        status, _ = await one.start()
+        reply = await one.rest()
+        return status, reply
+
+    def filled(self, case: Case) -> bytes:
+        """Put the ids of what the server keeps into a body."""
+        kept = self._kept.get(case.server, {"id": "none", "output": [{"id": "none"}]})
+        body = case.body.replace(KEPT.encode(), kept["id"].encode())
+        return body.replace(KEPT_ITEM.encode(), kept["output"][-1]["id"].encode())
+
+    async def check(self, case: Case) -> None:
+        """Send a case and hold its reply to the rules.
+
+        Raises:
+            BrokenError: it breaks one.
+            Exception: something raised inside the server.
+        """
+        app = self.apps[case.server]
+        body = self.filled(case)
+        self.output = OUTPUTS[case.number % len(OUTPUTS)]
+        async with asyncio.timeout(20):
+            status, reply = await self.send(app, case.protocol, body, headers=case.headers)
+        self.statuses[status] += 1
+        if status >= 400:
+            self._check_refusal(case, status, reply)
+        elif reply.startswith((b"data:", b"event:", b":")):
+            check_stream(case.protocol, reply)
+        else:
+            whole = orjson.loads(reply)
+            check_whole(case.protocol, whole)
+            if case.protocol == "responses" and whole.get("store") is True:
+                for tail in ("", "/input_items"):
+                    path = f"/v1/responses/{whole['id']}{tail}"
+                    status, kept = await self.send(app, "", b"", path=path, method="GET")
+                    _holds(status == 200, "what is kept can be fetched", kept)
+
+    def _check_refusal(self, case: Case, status: int, reply: bytes) -> None:
+        _holds(status < 500 or (status == 502 and _is_replys(reply)), "the status is no 5xx", reply)
+        error = orjson.loads(reply)
+        if case.protocol in ("messages", "count_tokens"):
+            _holds(error.get("type") == "error" and error.get("request_id"), "the form", error)
+            inner = error["error"]
+            _holds(set(inner) <= {"type", "message", "details"}, "the form", error)
+        elif error.get("object") == "error":
+            inner = error
+            _holds(inner["code"] == status, "the form", error)
+        else:
+            inner = error["error"]
+            _holds(set(inner) == {"message", "type", "param", "code"}, "the form", error)
+        message = inner["message"]
+        _holds(isinstance(message, str) and len(message) > 10, "a message", error)
+        _holds(len(message) < 2000, "a message that can be read", error)
+        if case.protocol not in ("messages", "count_tokens") and inner["param"] is None:
+            self.refusals[message[:100]] += 1
+
+
+def _is_replys(text: bytes) -> bool:
+    return any(words.encode() in text for words in REPLY_AT_FAULT)
+
+
+def check_stream(protocol: str, reply: bytes) -> None:
+    """Hold a stream to the rules of its protocol's streams: frames of JSON, no error, a proper end.
+
+    Raises:
+        BrokenError: it breaks one.
+    """
+    data = [
+        line.removeprefix(b"data: ")
+        for frame in reply.split(b"\n\n")
+        for line in frame.split(b"\n")
+        if line.startswith(b"data: ")
+    ]
+    _holds(data, "a stream has frames", reply)
+    if _is_replys(reply):
+        return
+    last = data[-1]
+    frames = [orjson.loads(one) for one in data if one != b"[DONE]"]
+    for frame in frames:
+        failed = frame.get("error") or frame.get("type") in ("error", "response.failed")
+        if frame.get("type") != "response.completed" and frame.get("object") != "response":
+            _holds(not failed, "a stream has no error", frame)
+    if protocol in ("chat", "completions"):
+        _holds(last == b"[DONE]", "a stream ends", last)
+    elif protocol == "messages":
+        _holds(frames[-1]["type"] == "message_stop", "a stream ends", last)
+    else:
+        ends = ("response.completed", "response.incomplete")
+        _holds(frames[-1]["type"] in ends, "a stream ends", last)
+
+
+def check_whole(protocol: str, reply: Any) -> None:
+    """Hold a reply that is no stream to the form of its protocol.
+
+    Raises:
+        BrokenError: it has another.
+    """
+    ok = {
+        "chat": lambda: reply["object"] == "chat.completion" and reply["choices"],
+        "completions": lambda: reply["object"] == "text_completion" and reply["choices"],
+        "responses": lambda: reply["object"] == "response" and isinstance(reply["output"], list),
+        "messages": lambda: reply["type"] == "message" and isinstance(reply["content"], list),
+        "count_tokens": lambda: reply["input_tokens"] > 0,
+        "tokenize": lambda: reply["count"] == len(reply["tokens"]),
+        "parse": lambda: isinstance(reply["normal_text"], str),
+        "separate": lambda: "text" in reply or "reasoning_text" in reply,
+    }[protocol]()
+    _holds(ok, "the form", reply)
+
+
+async def play(seed: int, numbers: range, shown: int = 40) -> int:
+    """Play cases and print what broke; returns how many did."""
+    broken, slow = Counter[str](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        async with Servers(Path(folder)) as servers:
+            for number in numbers:
+                case, began = make(seed, number), time.monotonic()
+                try:
+                    await servers.check(case)
+                except Exception as error:
+                    trace = traceback.extract_tb(error.__traceback__)[-1]
+                    key = f"{type(error).__name__} {Path(trace.filename).name}:{trace.lineno}"
+                    if isinstance(error, BrokenError):
+                        key = str(error)[:90]
+                    broken[key] += 1
+                    if broken[key] == 1 and len(broken) <= shown:
+                        print(f"#{number} {case.server} {case.protocol}: {case.what}")
+                        print(f"    {type(error).__name__}: {str(error)[:700]}  ({key})")
+                took = time.monotonic() - began
+                if took > 1:
+                    slow += 1
+                    print(f"#{number} took {took:.1f} s: {case.protocol} {case.what}")
+            print(dict(servers.statuses))
+            for message, count in servers.refusals.most_common(shown):
+                print(f"  without param, {count}: {message}")
+    print(f"{len(numbers)} cases, {sum(broken.values())} broken, {slow} slow")
+    for key, count in broken.most_common():
+        print(f"  {count}: {key}")
+    return sum(broken.values())
+
+
+def main() -> None:
+    """Play what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--only", type=int)
+    args = parser.parse_args()
+    if args.only is not None:
+        case = make(args.seed, args.only)
+        print(case)
+        raise SystemExit(asyncio.run(play(args.seed, range(args.only, args.only + 1))) > 0)
+    numbers = range(args.first, args.first + args.count)
+    raise SystemExit(asyncio.run(play(args.seed, numbers)) > 0)
+
+
+if __name__ == "__main__":
+    main()
