@@ -100,7 +100,6 @@ _REPLIES = {
 _EXCUSED = re.compile(r"call_.._ET_")
 _IMAGE = "<｜image｜>"
 _EFFORT_LINE = "Reasoning Effort: "
-_LONGEST = 600  # characters of a message
 _TIER = 75  # what the codec writes into that line for the effort "high"
 
 
@@ -399,7 +398,7 @@ class Codec:
                 response_schema=None if wanted is None else wanted.schema,
             )
         except ValueError as error:
-            raise ClientError(_short(str(error)), param="output_config.format") from None
+            raise ClientError(str(error), param="output_config.format") from None
 
     def _with_effort(self, prompt_ids: list[int], effort: int) -> list[int]:
         """Put a number into the line that tells V4.1 how much to think."""
@@ -419,7 +418,7 @@ class Codec:
             param = _param(message, body) or self._strict_tool(protocol, body)
             if param is None and (param := self._culprit(protocol, body)):
                 message = f"{param}: {message}"
-            raise ClientError(_short(message), status=error.status_code, param=param) from None
+            raise ClientError(message, status=error.status_code, param=param) from None
 
     def _strict_tool(self, protocol: Protocol, body: Mapping[str, Any]) -> str | None:
         """Name the tool whose strict schema the codec refuses; it does not say which."""
@@ -442,7 +441,7 @@ class Codec:
         except ValueError as error:
             param = self._culprit(protocol, body)
             message = f"{param}: {error}" if param else str(error)
-            raise ClientError(_short(message), param=param) from None
+            raise ClientError(message, param=param) from None
 
     def _culprit(self, protocol: Protocol, body: Mapping[str, Any]) -> str | None:
         """Find the part of a body that the codec refuses without naming it."""
@@ -559,11 +558,6 @@ class Codec:
             self._encoding.encode(converted.conversation)
         except RuntimeError as error:
             raise BootError(f"{self.model.tokenizer_path}: {error}") from error
-
-
-def _short(message: str) -> str:
-    """Cut a message of the codec, which may repeat a value of any length."""
-    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
 
 
 def _param(message: str, body: Mapping[str, Any]) -> str | None:

@@ -1,13 +1,16 @@
 """Finds the part of a body that a reader stumbles over, where the reader does not say which.
 
-Parts are left out one at a time, from the top down: the last one without which the body is read is
-the one at fault. Used for refusals only, and bounded, so that a hostile body gains nothing by it.
+Parts are left out one at a time, large ones first, and then only parts of one without which the body
+is read: the smallest such part is the one at fault. Used for refusals only, and bounded, so that a hostile body gains nothing by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+_Path = tuple[Any, ...]
 
 MOST_TRIES = 200
 MOST_BYTES = 64 * 1024
@@ -27,31 +30,32 @@ def culprit(body: Mapping[str, Any], size: int, reads: Callable[[Any], bool]) ->
     """
     if size > MOST_BYTES:
         return None
-    path: list[Any] = []
-    node: Any = body
-    left = MOST_TRIES
-    while True:
-        keys: Sequence[Any] = (
-            list(node)
-            if isinstance(node, Mapping)
-            else range(len(node))
-            if isinstance(node, list)
-            else ()
-        )
-        for key in keys:
-            left -= 1
-            if left < 0:
-                return _spelled(path)
-            if reads(_without(body, [*path, key])):
-                path.append(key)
-                node = node[key]
-                break
-        else:
-            return _spelled(path)
+    found: _Path = ()
+    waiting = deque(_parts((), body))
+    for _ in range(MOST_TRIES):
+        if not waiting:
+            break
+        path, node = waiting.popleft()
+        if reads(_without(body, path)):
+            found = path
+            waiting.clear()
+        waiting += _parts(path, node)
+    return _spelled(found)
 
 
-def _without(node: Any, path: Sequence[Any]) -> Any:
-    key, *rest = path
+def _parts(path: _Path, node: Any) -> Iterator[tuple[_Path, Any]]:
+    members = (
+        node.items()
+        if isinstance(node, Mapping)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
+    return (((*path, key), value) for key, value in members)
+
+
+def _without(node: Any, path: _Path) -> Any:
+    key, rest = path[0], path[1:]
     copy: Any = dict(node) if isinstance(node, Mapping) else list(node)
     if rest:
         copy[key] = _without(copy[key], rest)
@@ -60,6 +64,6 @@ def _without(node: Any, path: Sequence[Any]) -> Any:
     return copy
 
 
-def _spelled(path: Sequence[Any]) -> str | None:
+def _spelled(path: _Path) -> str | None:
     steps = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
     return "".join(steps).removeprefix(".") or None

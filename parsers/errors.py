@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 import orjson
 
+_LONGEST = 1000  # characters of a message, which may repeat a value of any length
+_LONGEST_PARAM = 200
+
 Protocol = Literal["chat", "responses", "messages"]
 """The wire protocols an exchange can be opened in."""
 
@@ -27,7 +30,7 @@ class ClientError(ParsersError):
     """The request cannot be served as it stands.
 
     Args:
-        message: what was expected and what came.
+        message: what was expected and what came; cut where it is too long to be read.
         status: HTTP status, 400 unless another says more.
         code: machine-readable reason, such as ``context_length_exceeded``.
         param: path of the offending field, such as ``messages[0].content``; None where no single
@@ -44,12 +47,17 @@ class ClientError(ParsersError):
         param: str | None = None,
         details: dict[str, Any] | None = None,
     ) -> None:
+        message = _cut(message, _LONGEST)
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
-        self.param = param
+        self.param = None if param is None else _cut(param, _LONGEST_PARAM)
         self.details = details
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class ReplyError(ClientError):
