@@ -15,7 +15,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from gateway.call import header
+from gateway.call import header, whole_number
 from gateway.threads import LONG_COPY, in_thread_if
 from parsers import ClientError
 from parsers.body import check_nesting
@@ -37,8 +37,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
             code="unsupported_content_encoding",
             param=None,
         )
-    declared = header(headers, b"content-length")
-    if declared.isdecimal() and int(declared) > limit:
+    declared = whole_number(header(headers, b"content-length"))
+    if declared is not None and declared > limit:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(seconds):

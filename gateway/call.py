@@ -30,6 +30,16 @@ def header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in headers if key == name), "")
 
 
+def whole_number(text: str) -> int | None:
+    """Read a number of a header or a query.
+
+    Returns:
+        None where the text is none, or so long that nothing can be meant by it: Python refuses to
+        convert more than some thousand digits.
+    """
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
 @dataclass(slots=True)
 class Call:
     """What is known of one call.

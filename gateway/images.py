@@ -23,6 +23,7 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import orjson
 
+from gateway.call import whole_number
 from gateway.imagesize import image_size
 from gateway.threads import THREAD_FROM_BYTES, in_thread, in_thread_if
 from parsers import ClientError, Protocol
@@ -222,8 +223,8 @@ class Images:
 
     async def _read(self, at: str, response: httpx.Response) -> bytes:
         limit = self._limits.size
-        declared = response.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
+        declared = whole_number(response.headers.get("content-length", ""))
+        if declared is not None and declared > limit:
             raise _too_large(at, limit)
         if response.headers.get("content-encoding", "identity") != "identity":
             raise _bad(at, "an image without content encoding", "one with it")

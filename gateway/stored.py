@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.call import Call
+from gateway.call import Call, whole_number
 from gateway.service import Service, json_response
 from gateway.threads import in_thread
 from parsers import ClientError
@@ -112,9 +112,10 @@ def _page(request: Request, record: dict[str, Any]) -> dict[str, Any]:
             raise ClientError(f"after: there is no item {after!r}", param="after")
         items = items[ids.index(after) + 1 :]
     text = request.query_params.get("limit", "20")
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_ITEMS:
+    most = whole_number(text)
+    if most is None or not 1 <= most <= _MOST_ITEMS:
         raise ClientError(f"limit: expected 1 to {_MOST_ITEMS}, got {text!r}", param="limit")
-    shown = items[: int(text)]
+    shown = items[:most]
     return {
         "object": "list",
         "data": shown,

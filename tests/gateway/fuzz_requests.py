@@ -766,6 +766,7 @@ class Servers:
 
     Attributes:
         apps: by the names of `SETTINGS`.
+        kept: a response that each of them keeps, where it keeps some.
         refusals: messages of refusals without `param`, by how often they came.
         statuses: of all replies.
     """
@@ -776,7 +777,7 @@ class Servers:
         self._encoded: dict[str, list[int]] = {}
         self._tokenizer: Any = Tokenizer.from_file(str(self._path))
         self.apps: dict[str, ASGIApp] = {}
-        self._kept: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.output = OUTPUTS[0]
         self._stack = AsyncExitStack()
         self.refusals: Counter[str] = Counter()
@@ -793,7 +794,7 @@ class Servers:
                     app, "responses", b'{"model":"test-model","input":"x"}'
                 )
                 _holds(status == 200, "a response is kept", reply)
-                self._kept[name] = orjson.loads(reply)
+                self.kept[name] = orjson.loads(reply)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -834,7 +835,7 @@ class Servers:
 
     def filled(self, case: Case) -> bytes:
         """Put the ids of what the server keeps into a body."""
-        kept = self._kept.get(case.server, {"id": "none", "output": [{"id": "none"}]})
+        kept = self.kept.get(case.server, {"id": "none", "output": [{"id": "none"}]})
         body = case.body.replace(KEPT.encode(), kept["id"].encode())
         return body.replace(KEPT_ITEM.encode(), kept["output"][-1]["id"].encode())
 

@@ -127,7 +127,7 @@ class RawCall:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": options.get("query", b""),
             "root_path": "",
             "headers": headers,
             "client": ("127.0.0.1", 1),

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from gateway import plain
+from gateway.call import whole_number
 from parsers import ClientError, chat_messages, responses
 from tests.gateway import fuzz_requests
 from tests.gateway.fuzz_requests import GOOD, IMAGE, RICH, BrokenError, Case, Servers, rendered
@@ -202,6 +203,33 @@ def test_what_was_found_stays_mended(tmp_path: Path, name: str) -> None:
     if words:
         assert reply["error"]["message"].startswith(words)
         assert len(reply["error"]["message"]) <= 1003
+
+
+@pytest.mark.parametrize("text", ["", "-1", "x", "1.5", "²", "9" * 5000])
+def test_numbers_of_headers_and_queries(text: str) -> None:
+    """Python converts no number of some thousand digits: it raises, which was a 500."""
+    assert whole_number(text) is None
+    assert whole_number("17") == 17
+
+
+def test_a_limit_of_any_length_is_refused(tmp_path: Path) -> None:
+    """400 with the range."""
+
+    async def main() -> tuple[int, bytes]:
+        async with Servers(tmp_path) as servers:
+            path = f"/v1/responses/{servers.kept['agent']['id']}/input_items"
+            return await servers.send(
+                servers.apps["agent"],
+                "",
+                b"",
+                path=path,
+                method="GET",
+                query=b"limit=" + b"9" * 5000,
+            )
+
+    status, reply = run(main())
+    assert status == 400
+    assert orjson.loads(reply)["error"]["message"].startswith("limit: expected 1 to 100, got ")
 
 
 def crash(*_args: Any, **_kwargs: Any) -> Any:
