@@ -426,7 +426,7 @@ class Codec:
         if protocol == "responses":
             asked = {"model": self.model.name, "input": "q"}
         for i, tool in enumerate(body.get("tools", ())):
-            if tool.get("function", tool).get("strict") is True:
+            if _function(tool).get("strict") is True:
                 try:
                     self._parse(protocol, {**asked, "tools": [tool]}).convert(self._options)
                 except recipe.ConversionError:
@@ -560,6 +560,12 @@ class Codec:
             raise BootError(f"{self.model.tokenizer_path}: {error}") from error
 
 
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what holds a tool's name and schema: Chat has it beneath `function`."""
+    inner = tool.get("function")
+    return inner if isinstance(inner, dict) else tool
+
+
 def _param(message: str, body: Mapping[str, Any]) -> str | None:
     """Guess the field that a codec message speaks of; None where it names none."""
     if path := _QUOTED_PATH.search(message):
@@ -570,8 +576,8 @@ def _param(message: str, body: Mapping[str, Any]) -> str | None:
         return value.group(1)
     if schema := _BAD_SCHEMA.search(message):
         for i, tool in enumerate(body.get("tools", [])):
-            if tool.get("function", tool).get("name") == schema.group(1):
-                inside = "function.parameters" if "function" in tool else "parameters"
+            if _function(tool).get("name") == schema.group(1):
+                inside = "parameters" if _function(tool) is tool else "function.parameters"
                 return f"tools[{i}].{inside if 'input_schema' not in tool else 'input_schema'}"
     if "must be passed back" in message:
         return _without_reasoning(body)

@@ -32,6 +32,9 @@ MAX_REFERENCES = 2000
 """References followed in one check: schemas can branch without end through them."""
 
 _LONGEST = 300  # characters of a message
+# What the validator raises over what is no schema: where a reference leads to some other value, and
+# in strict tools, whose schemas the codec reads in part only.
+_STUMBLES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _NoVerdictError(Exception):
@@ -162,7 +165,8 @@ def violation(schema: Any, value: Any) -> str | None:
     """Say how a value breaks a schema.
 
     Args:
-        schema: a JSON Schema: the codec accepted it, or ``is_schema`` did.
+        schema: a JSON Schema: the codec accepted it, or ``is_schema`` did; over parts that are
+            none there is no verdict.
         value: a JSON value.
 
     Returns:
@@ -175,7 +179,7 @@ def violation(schema: Any, value: Any) -> str | None:
     _matches_left.set(MAX_MATCHES)
     try:
         error = best_match(_Validator(schema).iter_errors(value))
-    except (_NoVerdictError, Unresolvable, UnknownType, RecursionError):
+    except (_NoVerdictError, Unresolvable, UnknownType, RecursionError, *_STUMBLES):
         return None
     if error is None:
         return None

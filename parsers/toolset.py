@@ -115,7 +115,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     admitted = TYPES
     named = schema.get("type")
     if named is not None:
-        admitted &= _widened([named] if isinstance(named, str) else named)
+        admitted &= _widened(named if isinstance(named, list) else [named])
     if isinstance(schema.get("enum"), list):
         admitted &= _widened(_NAMES[type(value)] for value in schema["enum"])
     if "const" in schema:
@@ -126,7 +126,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         if isinstance(schema.get(word), list):
             branches = [types_of(branch, root, depth + 1) for branch in schema[word]]
             admitted &= frozenset().union(*branches)
-    for branch in schema.get("allOf") or ():
+    every = schema.get("allOf")
+    for branch in every if isinstance(every, list) else ():
         admitted &= types_of(branch, root, depth + 1)
     return admitted
 

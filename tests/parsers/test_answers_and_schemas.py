@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from parsers import Action, ClientError, Codec, GatePolicy, Hold
 from parsers.schemas import MAX_BYTES, MAX_DEPTH, check_size, violation
+from parsers.toolset import TYPES, types_of
 from tests.parsers import streams
 from tests.parsers.support import drive, each, encode, function, open_chat, talk, under
 from tests.parsers.test_gate import block, call, param
@@ -233,3 +234,27 @@ def test_schemas_have_a_size(codec: Codec) -> None:
             )
         assert caught.value.param == "tools[0].function.parameters"
     assert orjson.dumps(deep)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": None},
+        {"$ref": "#/required/a", "required": ["a"]},
+        {"$ref": "#/required/0", "required": ["a"]},
+        {"$ref": "#/$defs/n", "$defs": [{}]},
+        {"properties": {"a": {"enum": None}}},
+        {"properties": {"a": {"minLength": None}}},
+        {"properties": [1]},
+        {"type": [{}]},
+    ],
+)
+def test_what_is_no_schema_gives_no_verdict(schema: Any) -> None:
+    """The validator stumbles over it; some of it is valid, and the codec lets strict tools have all."""
+    assert violation(schema, {"a": "x"}) is None
+
+
+@pytest.mark.parametrize("schema", [{"type": 1.5}, {"type": {}}, {"allOf": True}, {"anyOf": 1}])
+def test_words_of_no_schema_admit_any_type_or_none(schema: Any) -> None:
+    """Nothing raises: types are read while the model writes."""
+    assert types_of(schema, {}) in (TYPES, frozenset())
