@@ -7,7 +7,6 @@ transport. Pinned to 0.2.*; ``tests/parsers/test_codec_facts.py`` holds what is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import orjson
 
 from parsers.body import parse_object
 from parsers.completions import Completion, open_completion
-from parsers.culprit import culprit
+from parsers.culprit import culprit, function_of, named
 from parsers.detokenize import Vocabulary
 from parsers.dialects import DIALECTS
 from parsers.edits import Edits
@@ -51,22 +50,6 @@ _CHUNKS = Chunks(
         "length": recipe.InferenceFinishReason.Length,
     },
 )
-# The codec names a field in quotes, as "Invalid x value" or not at all.
-_QUOTED_PATH = re.compile(r"'((?:messages|tools|stop|input)\[\d+\][^']*)'")
-# In Messages it names a message as "messages.1: ...", for a file as ".messages[1]: ...".
-_DOTTED_MESSAGE = re.compile(r"\A\.?messages[.\[](\d+)")
-_INVALID_VALUE = re.compile(r"Invalid (\w+)(?: and \w+)? value")
-_BAD_SCHEMA = re.compile(r"Invalid schema for function '([^']*)'")
-_PARAM_BY_WORDS = (
-    ("response_format", "response_format"),
-    ("'text.format'", "text.format"),
-    ("Invalid json schema", "response_format.json_schema.schema"),
-    ("tool_choice", "tool_choice"),
-    ("Stop string", "stop"),
-    ("prefix", "messages"),
-    ("max_tokens", "max_tokens"),
-    ("'call_id'", "input"),
-)
 _BOOT_TOOL = {
     "type": "function",
     "function": {
@@ -96,8 +79,6 @@ _REPLIES = {
     "responses": recipe.ResponsesResponse,
     "messages": recipe.MessagesResponse,
 }
-# A call of a turn that had no reasoning: the mark in its id excuses the turn (protocol.md 2.3).
-_EXCUSED = re.compile(r"call_.._ET_")
 _IMAGE = "<｜image｜>"
 _EFFORT_LINE = "Reasoning Effort: "
 _TIER = 75  # what the codec writes into that line for the effort "high"
@@ -415,7 +396,7 @@ class Codec:
             return request.convert(self._options)
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
-            param = _param(message, body) or self._strict_tool(protocol, body)
+            param = named(message, body) or self._strict_tool(protocol, body)
             if param is None and (param := self._culprit(protocol, body)):
                 message = f"{param}: {message}"
             raise ClientError(message, status=error.status_code, param=param) from None
@@ -426,7 +407,7 @@ class Codec:
         if protocol == "responses":
             asked = {"model": self.model.name, "input": "q"}
         for i, tool in enumerate(body.get("tools", ())):
-            if _function(tool).get("strict") is True:
+            if function_of(tool).get("strict") is True:
                 try:
                     self._parse(protocol, {**asked, "tools": [tool]}).convert(self._options)
                 except recipe.ConversionError:
@@ -558,42 +539,3 @@ class Codec:
             self._encoding.encode(converted.conversation)
         except RuntimeError as error:
             raise BootError(f"{self.model.tokenizer_path}: {error}") from error
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what holds a tool's name and schema: Chat has it beneath `function`."""
-    inner = tool.get("function")
-    return inner if isinstance(inner, dict) else tool
-
-
-def _param(message: str, body: Mapping[str, Any]) -> str | None:
-    """Guess the field that a codec message speaks of; None where it names none."""
-    if path := _QUOTED_PATH.search(message):
-        return path.group(1)
-    if dotted := _DOTTED_MESSAGE.match(message):
-        return f"messages[{dotted[1]}]"
-    if value := _INVALID_VALUE.search(message):
-        return value.group(1)
-    if schema := _BAD_SCHEMA.search(message):
-        for i, tool in enumerate(body.get("tools", [])):
-            if _function(tool).get("name") == schema.group(1):
-                inside = "parameters" if _function(tool) is tool else "function.parameters"
-                return f"tools[{i}].{inside if 'input_schema' not in tool else 'input_schema'}"
-    if "must be passed back" in message:
-        return _without_reasoning(body)
-    for words, param in _PARAM_BY_WORDS:
-        if words in message:
-            if "text" in body:  # Responses: the same field by another name
-                return re.sub(r"response_format(\.json_schema)?", "text.format", param)
-            return param
-    return None
-
-
-def _without_reasoning(body: Mapping[str, Any]) -> str:
-    """Name the first turn with calls whose reasoning is missing and not excused by an id."""
-    for i, message in enumerate(body.get("messages", ())):
-        calls = message.get("tool_calls") or ()
-        excused = any(_EXCUSED.match(call["id"]) for call in calls)
-        if calls and not excused and message.get("reasoning_content") is None:
-            return f"messages[{i}].reasoning_content"
-    return "input"
