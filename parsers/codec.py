@@ -396,8 +396,10 @@ class Codec:
             return request.convert(self._options)
         except recipe.ConversionError as error:
             message = orjson.loads(error.body)["error"]["message"]
-            param = named(message, body) or self._strict_tool(protocol, body)
-            if param is None and (param := self._culprit(protocol, body)):
+            param = named(message, body)
+            if param is None and (
+                param := self._strict_tool(protocol, body) or self._culprit(protocol, body)
+            ):
                 message = f"{param}: {message}"
             raise ClientError(message, status=error.status_code, param=param) from None
 

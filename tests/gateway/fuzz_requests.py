@@ -33,7 +33,7 @@ import orjson
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
-from engine.api import FinishReason, GenerateRequest, ModelInfo, TokenDelta, TokenLogprob
+from engine.api import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from tests.gateway.support import EOS, FunctionBackend, RawCall, make_info, running, save_tokenizer
 
 LINES = (Path(__file__).parents[1] / "data/requests/clients.jsonl").read_bytes().splitlines()
@@ -53,6 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "official": {"profile": "official"},
     "sglang": {"profile": "sglang"},
     "sees": {"profile": "agent", "store": "memory"},
+    "older": {"profile": "agent", "store": "memory"},  # V4, and every exchange recorded
 }
 ANSWER = '{"a": "x", "ok": true}'
 KEPT = "(kept response)"
@@ -722,7 +723,7 @@ def _change(rng: random.Random, tree: Any) -> tuple[tuple[Any, ...], str, Any]:
 def make(seed: int, number: int) -> Case:
     """Make a case; a function of its arguments."""
     rng = random.Random(f"{seed} {number}")
-    server = rng.choices(list(SETTINGS), (5, 2, 2, 1))[0]
+    server = rng.choices(list(SETTINGS), (5, 2, 2, 1, 2))[0]
     if server == "sees":
         protocol, tree = rng.choice(SIGHTED)
     else:
@@ -785,7 +786,11 @@ class Servers:
 
     async def __aenter__(self) -> Servers:
         for name, settings in SETTINGS.items():
-            info = self._info(has_vision=name == "sees")
+            older = name == "older"
+            version = "v4" if older else "v4.1"
+            info = make_info(self._path, has_vision=name == "sees", version=version)
+            if older:
+                settings = {**settings, "record": self._path.with_name("recorded.jsonl")}
             backend = FunctionBackend(info, self._generate)
             app = await self._stack.enter_async_context(running(backend, **settings))
             self.apps[name] = app
@@ -799,9 +804,6 @@ class Servers:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    def _info(self, **changes: Any) -> ModelInfo:
-        return make_info(self._path, **changes)
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Think, and answer; inside an opened call, end it."""

@@ -175,6 +175,13 @@ FOUND: dict[str, tuple[str, str, bytes, int, str]] = {
         400,
         "system[0]",
     ),
+    "a strict tool whose schema the codec does not take": (
+        "agent",
+        "chat",
+        rendered(tool(strict=True, parameters={**fuzz_requests.STRICT, "properties": {"a": {}}})),
+        400,
+        "tools[0]: Invalid tool parameters schema",
+    ),
     "a part of the only message": (
         "agent",
         "chat",
