@@ -33,7 +33,7 @@ _EXCUSED = re.compile(r"call_.._ET_")
 
 _Path = tuple[Any, ...]
 
-MOST_TRIES = 200
+MOST_TRIES = 100
 MOST_BYTES = 64 * 1024
 """Bodies that are longer are not searched: each try reads one anew."""
 
@@ -68,7 +68,7 @@ def _parts(path: _Path, node: Any) -> Iterator[tuple[_Path, Any]]:
     members = (
         node.items()
         if isinstance(node, Mapping)
-        else enumerate(node)
+        else reversed(list(enumerate(node)))  # of a history, what came last is what is new
         if isinstance(node, list)
         else ()
     )
