@@ -60,6 +60,7 @@ class DsmlParser:
         self._tried = 0  # how much of the buffer the last try at an unfinished tag has seen
         self._ticks = 0
         self._fenced = False
+        self._before = ""  # the end of the text before a tag
 
     @property
     def idle(self) -> bool:
@@ -77,8 +78,8 @@ class DsmlParser:
         return not self._buffer and self._state == self._value
 
     def skip(self) -> None:
-        """Note that ordinary text went by unseen: it ends a run of backticks."""
-        self._ticks = 0
+        """Note that ordinary text went by unseen: it ends a run of backticks, and begins no marker."""
+        self._ticks, self._before = 0, ""
 
     def feed(self, text: str) -> list[Event]:
         """Take text in the alphabet of ``parsers.dialects`` and return what it completes."""
@@ -136,6 +137,7 @@ class DsmlParser:
             joins = not self.reasoning and MARK_BEGUN.search(tail) is not None
             self._text(at)
             self._out.append(ThinkEnd(self._take(1), joins))
+            self._before = ""
             self.reasoning, self._fenced, self._ticks = False, False, 0
             return True
         before = _angle(self._buffer, at)
@@ -171,7 +173,9 @@ class DsmlParser:
 
     def _open_block(self, end: int) -> None:
         doubtful = self.reasoning or self._fenced
-        self._out.append(BlockOpened(self._take(end), doubtful))
+        joins = MARK_BEGUN.search(self._before) is not None
+        self._out.append(BlockOpened(self._take(end), doubtful, joins))
+        self._before = ""
         self._state = self._block
 
     def _block(self, final: bool) -> bool:
@@ -264,10 +268,11 @@ class DsmlParser:
             return
         raw = self._take(end)
         self._count_ticks(raw)
+        self._before = (self._before + raw)[-8:]
         self._out.append(Text(raw))
 
     def _stray(self, end: int) -> None:
-        self._ticks = 0
+        self._ticks, self._before = 0, ""
         self._out.append(Stray(self._take(end)))
 
     def _count_ticks(self, raw: str) -> None:

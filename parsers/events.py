@@ -37,11 +37,13 @@ class Stray(NamedTuple):
 class BlockOpened(NamedTuple):
     """The element around the calls; ``raw`` is empty where an invoke came without it.
 
-    ``doubtful``: it stands inside the reasoning or a code fence.
+    ``doubtful``: it stands inside the reasoning or a code fence. ``joins``: behind what may be the
+    beginning of a marker.
     """
 
     raw: str
     doubtful: bool
+    joins: bool = False
 
 
 class InvokeOpened(NamedTuple):

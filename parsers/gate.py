@@ -95,6 +95,7 @@ class ToolGate:
         self._noise = ""  # of the block, between its calls
         self._invoked = False  # the block holds a call
         self._doubted: list[Event] | None = None
+        self._parted = False  # a block was left out behind what may be the beginning of a marker
         self._finish: Finish = "stop"
         self._handlers: dict[type, Callable[[Any], None]] = {
             Text: self._on_text,
@@ -114,7 +115,7 @@ class ToolGate:
     def open(self) -> bool:
         """Whether ordinary text passes as it is: nothing in doubt, no call delivered yet."""
         filtered = self._answer is not None and not self.reasoning
-        return not filtered and not self.called
+        return not filtered and not self.called and not self._parted
 
     @property
     def called(self) -> bool:
@@ -176,6 +177,7 @@ class ToolGate:
         if self._answer is not None and not self.reasoning:
             self._answer.feed(event.raw)
         else:
+            self._keep_apart()
             self._sink.verbatim(len(event.raw))
         if not self.spoke and not self.reasoning:
             self.spoke = not event.raw.isspace()
@@ -203,10 +205,21 @@ class ToolGate:
         if self.report.calls:
             self._lose(raw)
             return
+        self._keep_apart()
         self._sink.drop(len(raw))
         self._sink.say(quote(raw))
         self.report.quoted_markers += quote(raw) != spell(raw)
         self.spoke = self.spoke or not self.reasoning
+
+    def _leave_out(self, event: BlockOpened) -> None:
+        self._sink.drop(len(event.raw))
+        self._parted = event.joins
+
+    def _keep_apart(self) -> None:
+        """Put a blank where text around a block that was left out would read as one marker."""
+        if self._parted:
+            self._sink.say(" ")
+        self._parted = False
 
     def _lose(self, raw: str) -> None:
         """Leave out text that the codec has no place for: it writes none after a call."""
@@ -219,7 +232,7 @@ class ToolGate:
         if event.doubtful and self._policy.doubtful_block is not Doubt.CALL:
             self._doubted = [event]
         else:
-            self._sink.drop(len(event.raw))
+            self._leave_out(event)
 
     def _on_doubted(self, event: Event) -> None:
         assert self._doubted is not None
@@ -258,7 +271,7 @@ class ToolGate:
         events, self._doubted = self._doubted or [], None
         for event in events:
             if isinstance(event, BlockOpened):
-                self._sink.drop(len(event.raw))
+                self._leave_out(event)
             else:
                 self.handle(event)
 

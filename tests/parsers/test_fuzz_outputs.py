@@ -8,7 +8,8 @@ from bench import fuzz_outputs
 from parsers import Codec
 from parsers.events import ThinkEnd
 from parsers.gate import ToolGate
-from tests.parsers.support import function, plainly, talk
+from tests.parsers.support import encode, function, plainly, talk
+from tests.parsers.test_gate import block, call
 
 QUIET = {"type": "disabled"}
 TOOLS = [function("f")]
@@ -67,6 +68,23 @@ def test_a_stray_tag_and_the_text_behind_it_make_no_marker(codec: Codec, tag: st
     assert content.startswith("Hi ")
     assert content.endswith(" rest")
     assert not fuzz_outputs.MARKER.search(content)
+
+
+@pytest.mark.parametrize("before", ["x <｜", "｜DS", "|DSML", "<"])
+@pytest.mark.parametrize("after", ["DSML| y", "ML｜ y", "｜ y"])
+def test_text_around_calls_that_were_withheld_makes_no_marker(
+    codec: Codec, before: str, after: str
+) -> None:
+    """A blank keeps the text apart where an undeclared tool's block was left out of it."""
+    calls = encode(codec, block(call("undeclared")))
+    ids = [*plainly(codec, before), *calls, *plainly(codec, after)]
+
+    got = talk(codec, ids, tools=TOOLS, thinking=QUIET)
+
+    assert not fuzz_outputs.MARKER.search(got["content"])
+    assert got["content"].startswith(before)
+    assert got["content"].endswith(" y")
+    assert got["calls"] == []
 
 
 def test_an_end_of_thinking_that_joins_nothing_is_left_out_as_by_the_codec(codec: Codec) -> None:
