@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from threading import Lock
 from typing import Protocol
 
 
@@ -22,40 +23,39 @@ class ReasoningStore(Protocol):
 
 
 class ReasoningCache:
-    """The store that forgets what was not used for longest.
-
-    Every step is one operation of a dictionary, so threads that share it can at worst make each
-    other forget an entry.
+    """The store that forgets what was not used for longest; threads may share it.
 
     Args:
-        max_chars: characters of reasoning kept in all; a text under several ids counts for each.
+        max_chars: characters kept in all, ids among them, so that calls without reasoning fill it
+            too; a text under several ids counts for each.
     """
 
     def __init__(self, max_chars: int = 16_000_000) -> None:
         self._max_chars = max_chars
+        self._chars = 0
         self._entries: OrderedDict[str, str] = OrderedDict()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, call_id: str) -> str | None:
         """See ``ReasoningStore``."""
-        found = self._entries.pop(call_id, None)
-        if found is not None:
-            self._entries[call_id] = found  # now the one used last
-        return found
+        with self._lock:
+            found = self._entries.get(call_id)
+            if found is not None:
+                self._entries.move_to_end(call_id)  # now the one used last
+            return found
 
     def put(self, call_ids: Iterable[str], reasoning: str) -> None:
         """See ``ReasoningStore``; a text longer than the whole store is not kept."""
         if len(reasoning) > self._max_chars:
             return
-        for call_id in call_ids:
-            self._entries.pop(call_id, None)
-            self._entries[call_id] = reasoning
-        kept = list(self._entries.items())
-        excess = sum(len(text) for _, text in kept) - self._max_chars
-        for call_id, text in kept:
-            if excess <= 0:
-                return
-            self._entries.pop(call_id, None)
-            excess -= len(text)
+        with self._lock:
+            for call_id in call_ids:
+                if call_id in self._entries:
+                    self._chars -= len(call_id) + len(self._entries.pop(call_id))
+                self._chars += len(call_id) + len(reasoning)
+                self._entries[call_id] = reasoning
+            while self._chars > self._max_chars:
+                self._chars -= sum(map(len, self._entries.popitem(last=False)))

@@ -1,6 +1,7 @@
 """Hostile requests, made from good ones, and what must hold for the reply to every one of them.
 
     python -m tests.gateway.fuzz_requests --count 50000      cases of a seed; prints what broke a rule
+    python -m tests.gateway.fuzz_requests --singles          every single change of the rich bodies
     python -m tests.gateway.fuzz_requests --only 4711        one of them again, with its body
 
 A case is a function of the seed and its number: a good body of one of the endpoints, changed at one
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -753,6 +754,21 @@ REPLY_AT_FAULT = (
 """How refusals begin that are the model's doing: what it was asked for, this backend does not write."""
 
 
+def singles() -> Iterator[Case]:
+    """Give every single change of the rich bodies: each node, each hostile value, each other change."""
+    number = 0
+    rich = [("agent", one) for one in GOOD[: len(RICH)]] + [("sees", one) for one in SIGHTED]
+    for server, (protocol, tree) in rich:
+        for path, _ in walk(tree):
+            changes = [("replace", value) for value in HOSTILE]
+            changes += [(how, "type") for how in ("delete", "double", "nest", "name", "swap")]
+            for how, value in changes:
+                body = rendered(changed(tree, path, how, value))
+                what = f"{how} {path} {str(value)[:80]!r}"
+                yield Case(number, server, protocol, body, {}, what)
+                number += 1
+
+
 class BrokenError(AssertionError):
     """A reply broke a rule."""
 
@@ -940,13 +956,14 @@ def check_whole(protocol: str, reply: Any) -> None:
     _holds(ok, "the form", reply)
 
 
-async def play(seed: int, numbers: range, shown: int = 40) -> int:
+async def play(cases: Iterable[Case], shown: int = 40) -> int:
     """Play cases and print what broke; returns how many did."""
-    broken, slow = Counter[str](), 0
+    broken, slow, played = Counter[str](), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         async with Servers(Path(folder)) as servers:
-            for number in numbers:
-                case, began = make(seed, number), time.monotonic()
+            for case in cases:
+                number, began = case.number, time.monotonic()
+                played += 1
                 try:
                     await servers.check(case)
                 except Exception as error:
@@ -965,7 +982,7 @@ async def play(seed: int, numbers: range, shown: int = 40) -> int:
             print(dict(servers.statuses))
             for message, count in servers.refusals.most_common(shown):
                 print(f"  without param, {count}: {message}")
-    print(f"{len(numbers)} cases, {sum(broken.values())} broken, {slow} slow")
+    print(f"{played} cases, {sum(broken.values())} broken, {slow} slow")
     for key, count in broken.most_common():
         print(f"  {count}: {key}")
     return sum(broken.values())
@@ -978,13 +995,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--only", type=int)
+    parser.add_argument("--singles", action="store_true")
     args = parser.parse_args()
     if args.only is not None:
         case = make(args.seed, args.only)
         print(case)
-        raise SystemExit(asyncio.run(play(args.seed, range(args.only, args.only + 1))) > 0)
-    numbers = range(args.first, args.first + args.count)
-    raise SystemExit(asyncio.run(play(args.seed, numbers)) > 0)
+        raise SystemExit(asyncio.run(play([case])) > 0)
+    drawn = (make(args.seed, number) for number in range(args.first, args.first + args.count))
+    raise SystemExit(asyncio.run(play(singles() if args.singles else drawn)) > 0)
 
 
 if __name__ == "__main__":

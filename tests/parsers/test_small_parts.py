@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
@@ -90,6 +93,36 @@ def test_the_memory_is_bounded() -> None:
     store.put(["a"], "")
     assert store.get("a") == ""
     assert len(store) == 2
+
+
+def test_calls_without_reasoning_are_forgotten_too() -> None:
+    """Their ids count; else a server that never thinks would remember without end."""
+    store = ReasoningCache(max_chars=100)
+    for i in range(1000):
+        store.put([f"call_{i:05}"], "")
+    assert len(store) == 10
+
+
+def test_threads_share_the_memory() -> None:
+    """Long replies end in threads: none of them may meet another in the middle of a step."""
+    store = ReasoningCache()
+    store.put(map(str, range(20_000)), "")  # much to walk through, for one that would
+
+    def remember(name: int) -> None:
+        for i in range(50):
+            store.put([f"{name}-{i}", f"{name}-{i}b"], "x" * (i % 7))
+            store.get(f"{name}-{i // 2}")
+
+    def give_way(*_: object) -> None:  # as whatever a collection of garbage finalises may do
+        time.sleep(0)
+
+    gc.callbacks.append(give_way)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(remember, range(4)))
+    finally:
+        gc.callbacks.remove(give_way)
+    assert len(store) == 20_000 + 4 * 50 * 2
 
 
 REASONINGS = [
