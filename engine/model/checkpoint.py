@@ -261,15 +261,8 @@ def load_model(
     if dtype not in COMPUTE_DTYPES:
         accepted = ", ".join(str(d) for d in COMPUTE_DTYPES)
         raise EngineError(f"dtype: expected one of {accepted}, got {dtype}")
-    checkpoint = Checkpoint(path)
-    problems = checkpoint.problems()
-    if problems:
-        raise CheckpointError(checkpoint.path, problems)
+    checkpoint, fold = open_checkpoint(path)
     config = checkpoint.config
-    fold: Ints | None = None
-    if config.engram:
-        tokenizer = checkpoint.path / "tokenizer.json"
-        fold = fold_table(tokenizer, config.vocab_size, config.engram.compressed_vocab_size)
     assembler = Assembler(config, checkpoint.get, checkpoint.table, dtype, torch.device(device))
     return Model(
         config,
@@ -278,6 +271,27 @@ def load_model(
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
         unused=checkpoint.unused(),
     )
+
+
+def open_checkpoint(path: Path | str) -> tuple[Checkpoint, Ints | None]:
+    """Open a checkpoint to make a model of it.
+
+    Returns:
+        the checkpoint, judged, and what Engram folds its token ids to, None without Engram.
+
+    Raises:
+        ConfigError: config.json cannot be served.
+        CheckpointError: listing every missing, misshapen, mistyped and unknown tensor.
+        EngineError: Engram's tokenizer.json is unusable.
+    """
+    checkpoint = Checkpoint(path)
+    if problems := checkpoint.problems():
+        raise CheckpointError(checkpoint.path, problems)
+    config = checkpoint.config
+    if not config.engram:
+        return checkpoint, None
+    tokenizer, most = checkpoint.path / "tokenizer.json", config.engram.compressed_vocab_size
+    return checkpoint, fold_table(tokenizer, config.vocab_size, most)
 
 
 def _header(folder: Path, file: Path) -> Iterator[tuple[str, Stored]]:
