@@ -10,8 +10,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kernels.ops import Implementation, ops
-from engine.model.checkpoint import Checkpoint, CheckpointError, RoundTrips
-from engine.model.engram import Ints, fold_table
+from engine.model.checkpoint import RoundTrips, open_checkpoint
 from engine.model.fast import FastModel
 from engine.model.packing import pack
 from engine.model.placement import Placement
@@ -48,19 +47,17 @@ def load_fast_model(
         CheckpointError: listing every missing, misshapen, mistyped and unknown tensor.
         EngineError: Engram's tokenizer.json is unusable.
     """
-    checkpoint = Checkpoint(path)
-    problems = checkpoint.problems()
-    if problems:
-        raise CheckpointError(checkpoint.path, problems)
-    config = checkpoint.config
-    fold: Ints | None = None
-    if config.engram:
-        tokenizer = checkpoint.path / "tokenizer.json"
-        fold = fold_table(tokenizer, config.vocab_size, config.engram.compressed_vocab_size)
-    source = CheckpointSource(checkpoint, torch.device(device), dtype)
+    checkpoint, fold = open_checkpoint(path)
+    config, where = checkpoint.config, torch.device(device)
+    source = CheckpointSource(checkpoint, where, dtype)
     return FastModel(
         config,
-        pack(config, source, _placement(slots, device, host_bytes, pins), plain=dtype),
+        pack(
+            config,
+            source,
+            Placement(slots, device=where, host_bytes=host_bytes, pins=pins),
+            plain=dtype,
+        ),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
@@ -88,25 +85,15 @@ def random_fast_model(
         seed: of the weights.
         slots: as in load_fast_model.
     """
+    where = torch.device(device)
     fold = np.arange(config.vocab_size) if config.engram else None
     if config.engram and fold is not None:
         fold %= config.engram.compressed_vocab_size
     return FastModel(
         config,
-        pack(config, RandomSource(config, torch.device(device), seed), _placement(slots, device)),
+        pack(config, RandomSource(config, where, seed), Placement(slots, device=where)),
         ops(kernels),
         fold=fold,
         round_trips=config.is_quantised,
         max_model_len=max_model_len,
     )
-
-
-def _placement(
-    slots: Mapping[int, int] | None,
-    device: torch.device | str,
-    host_bytes: int | None = None,
-    pins: Mapping[int, Sequence[int]] | None = None,
-) -> Placement:
-    where = torch.device(device)
-    pin = where.type == "cuda"
-    return Placement(slots, device=where, pin=pin, host_bytes=host_bytes, pins=pins)

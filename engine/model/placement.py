@@ -31,7 +31,7 @@ class Placement:
     Args:
         slots: layer -> K of a paged layer; layers that are not named stay on the device.
         device: of slots and resident experts.
-        pin: whether stores are pinned for the GPU.
+        pin: whether stores are pinned for a GPU; those of one are by default.
         host_bytes: most memory of all paged layers' stores; where they need more, the host keeps a
             part of each layer and the rest is read from files as it is needed. None for no limit.
         pins: layer -> experts of a paged layer that stay on the device and have no host memory.
@@ -42,14 +42,14 @@ class Placement:
         slots: Mapping[int, int] | None = None,
         *,
         device: torch.device,
-        pin: bool,
+        pin: bool | None = None,
         host_bytes: int | None = None,
         pins: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._slots = dict(slots or {})
         self._pins = {layer: tuple((pins or {}).get(layer, ())) for layer in self._slots}
         self._device = device
-        self._pin = pin
+        self._pin = device.type == "cuda" if pin is None else pin
         self._host_bytes = host_bytes
         self._stream = ExpertStream(device)
         self._last: PagedExperts | None = None

@@ -502,12 +502,11 @@ def load_qwen3(
         EngineError: the files do not hold what it asks for.
     """
     path, where = Path(path), torch.device(device)
-    pin = where.type == "cuda"
     config = Qwen3Config.from_file(path)
     return Qwen3Model(
         config,
         QwenCheckpoint(path, config, where),
-        Placement(slots, device=where, pin=pin, host_bytes=host_bytes, pins=pins),
+        Placement(slots, device=where, host_bytes=host_bytes, pins=pins),
         ops(kernels),
         max_model_len=max_model_len or config.max_position_embeddings,
         dtype=dtype,
@@ -530,7 +529,7 @@ def random_qwen3(
     return Qwen3Model(
         config,
         QwenRandom(config, where, seed, fp8=fp8),
-        Placement(slots, device=where, pin=where.type == "cuda", pins=pins),
+        Placement(slots, device=where, pins=pins),
         ops(kernels),
         max_model_len=max_model_len,
     )

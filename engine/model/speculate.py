@@ -226,7 +226,7 @@ def load_drafter(path: Path, model: FastModel, drafting: Drafting) -> Drafter:
     """
     device = model.weights.embed.device
     source = CheckpointSource(Checkpoint(path), device, model.dtype)
-    placement = Placement(device=device, pin=False)
+    placement = Placement(device=device)
     if drafting == "dspark":
         stages = pack_dspark(model.config, source, placement, plain=model.dtype)
         model.drafter = Dspark(model, stages)
