@@ -133,11 +133,9 @@ class DsmlParser:
             return False
         at = found.start()
         if found[0] == THINK_END:
-            tail = self._buffer[max(0, at - 8) : at]
-            joins = not self.reasoning and MARK_BEGUN.search(tail) is not None
             self._text(at)
+            joins = self._joins() and not self.reasoning
             self._out.append(ThinkEnd(self._take(1), joins))
-            self._before = ""
             self.reasoning, self._fenced, self._ticks = False, False, 0
             return True
         before = _angle(self._buffer, at)
@@ -173,9 +171,7 @@ class DsmlParser:
 
     def _open_block(self, end: int) -> None:
         doubtful = self.reasoning or self._fenced
-        joins = MARK_BEGUN.search(self._before) is not None
-        self._out.append(BlockOpened(self._take(end), doubtful, joins))
-        self._before = ""
+        self._out.append(BlockOpened(self._take(end), doubtful, self._joins()))
         self._state = self._block
 
     def _block(self, final: bool) -> bool:
@@ -270,6 +266,11 @@ class DsmlParser:
         self._count_ticks(raw)
         self._before = (self._before + raw)[-8:]
         self._out.append(Text(raw))
+
+    def _joins(self) -> bool:
+        """Whether the text so far may end with the beginning of a marker; it is read once."""
+        before, self._before = self._before, ""
+        return MARK_BEGUN.search(before) is not None
 
     def _stray(self, end: int) -> None:
         self._ticks, self._before = 0, ""
