@@ -29,6 +29,7 @@ from engine.model.fast import FastModel
 from engine.model.loading import random_fast_model
 from engine.model.qwen3 import Qwen3Model, random_qwen3
 from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
+from engine.plan.layout import Drafting
 from engine.plan.replay import Replay, tail_of
 from engine.plan.step import Chunk
 from engine.qwen3_config import Qwen3Config
@@ -48,10 +49,13 @@ def config_of(name: str) -> AnyConfig:
     return ModelConfig.from_file(TINY_CHECKPOINT) if name == "tiny" else geometry(name)
 
 
-def _pool(
-    model: FastModel | Qwen3Model, options: EngineConfig, device: torch.device
+def pool_of(
+    model: FastModel | Qwen3Model,
+    options: EngineConfig,
+    device: torch.device,
+    drafting: Drafting = "off",
 ) -> KVPool | QwenPool:
-    """Memory of a model's requests."""
+    """Memory of a model's requests, and of draft stages of a DeepSeek model."""
     assert options.max_model_len is not None
     blocks = options.resolve_num_blocks(options.max_model_len) + 1
     if isinstance(model, Qwen3Model):
@@ -67,6 +71,7 @@ def _pool(
         dtype=model.dtype,
         forms=model.forms,
         ring_history=True,
+        drafting=drafting,
     )
 
 
@@ -119,7 +124,7 @@ class Driven:
         drawn = time.perf_counter()
         self._model, self._device = model, device
         where = torch.device(device)
-        self._pool = pool = _pool(model, options, where)
+        self._pool = pool = pool_of(model, options, where)
         self.tail = None if isinstance(config, Qwen3Config) else tail_of(config)
         # Qwen's passes over prompts are launched kernel by kernel, as engine.device.build has them.
         captures_prompts = mode == "fused" and not is_qwen

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from bench.bound import READ_BANDWIDTH, bound_ms, experts_touched
+from bench.driven import BLOCK, pool_of
 from bench.geometries import GEOMETRIES
 from bench.rows import make_rows, spread, write_rows
 from engine.api import GenerateRequest, SamplingParams
@@ -55,7 +56,7 @@ from engine.options import EngineConfig
 from engine.plan.step import Chunk
 from engine.speculation import draft_tokens, drafter_in
 
-BLOCK, PROMPT, NEW, WARM_UPS = 256, 128, 256, 1
+PROMPT, NEW, WARM_UPS = 128, 256, 1
 #: Sizes of the published draft stages: V4.1's DSpark, V4's MTP.
 DSPARK = {
     "num_nextn_predict_layers": 3,
@@ -86,7 +87,7 @@ Stages = PackedDspark | tuple[PackedMtp, ...]
 
 def random_drafter(model: FastModel, device: torch.device) -> tuple[Drafter, Stages]:
     """Draft stages of the model's shape, drawn from a seed, and their weights."""
-    source, placement = RandomSource(model.config, device), Placement(device=device, pin=False)
+    source, placement = RandomSource(model.config, device), Placement(device=device)
     if model.config.dspark is not None:
         weights = pack_dspark(model.config, source, placement, plain=model.dtype)
         return Dspark(model, weights), weights
@@ -170,17 +171,8 @@ def make_engine(
         num_blocks=2 * streams * -(-(PROMPT + NEW) // BLOCK),
         prefix_cache=False,
     )
-    pool = KVPool(
-        model.config,
-        num_blocks=options.resolve_num_blocks(PROMPT + NEW) + 1,
-        block_size=BLOCK,
-        num_slots=options.resolve_num_slots(),
-        device=device,
-        dtype=model.dtype,
-        forms=model.forms,
-        ring_history=True,
-        drafting="off" if speculator is None else drafter_in(model.config),
-    )
+    drafting = "off" if speculator is None else drafter_in(model.config)
+    pool = pool_of(model, options, device, drafting)
     runner = FastRunner(
         model,
         pool,
