@@ -13,13 +13,14 @@ from gateway import plain
 from gateway.call import whole_number
 from parsers import ClientError, chat_messages, responses
 from tests.gateway import fuzz_requests
-from tests.gateway.fuzz_requests import GOOD, IMAGE, RICH, BrokenError, Case, Servers, rendered
+from tests.gateway.fuzz_bodies import IMAGE, KEPT, RICH, STRICT
+from tests.gateway.fuzz_requests import GOOD, BrokenError, Case, Servers, rendered
 from tests.gateway.support import run
 
 MODEL = {"model": "test-model"}
 ASK = {"role": "user", "content": "U"}
 DEEP = b"[" * 1000 + b"]" * 1000
-KEPT_ONLY = {**MODEL, "previous_response_id": fuzz_requests.KEPT}
+KEPT_ONLY = {**MODEL, "previous_response_id": KEPT}
 SEARCHED = {
     **MODEL,
     "input": [
@@ -178,7 +179,7 @@ FOUND: dict[str, tuple[str, str, bytes, int, str]] = {
     "a strict tool whose schema the codec does not take": (
         "agent",
         "chat",
-        rendered(tool(strict=True, parameters={**fuzz_requests.STRICT, "properties": {"a": {}}})),
+        rendered(tool(strict=True, parameters={**STRICT, "properties": {"a": {}}})),
         400,
         "tools[0]: Invalid tool parameters schema",
     ),
