@@ -1,10 +1,11 @@
 """Grouped-query attention of one row a sequence, in one kernel (twin: engine.kernels.gqa.decode_gqa_torch).
 
 Norms and turns queries and the new key, writes key and value into their block, and attends. A
-program takes the query heads of one key head and a share of the positions before the row's own; the
-first program adds the row's own position, which needs no memory. The program of a head that finishes
-last adds the shares up. What lies in the blocks was written by earlier steps, so a share's first tile
-is loaded before the kernel that makes this row's projections has ended.
+program takes the query heads of one key head, a share of the positions before the row's own, and all
+columns of values or a piece of them; the first share takes the row's own position too, which needs no
+memory. The program of a head and piece that finishes last adds the shares up. What lies in the blocks
+was written by earlier steps, so a share's first tile is loaded before the kernel that makes this row's
+projections has ended.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import torch
 from torch import Tensor
 
 from engine.kernels.counters import counters
+from engine.kernels.gemv_kernel import _with
 from engine.kernels.gqa import OVERLAP_ROWS
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
-#: Positions of a tile, warps and stages: of few pairs of row and key head, for which one tile is
-#: often all there is, and of more.
-_FEW_PAIRS, _FEW, _MANY = 64, (256, 8, 1), (64, 4, 2)
+#: Positions of a tile, warps, stages, and pieces of the values' columns: of few pairs of row and key
+#: head, for which one tile is often all there is, and of more.
+_FEW_PAIRS, _FEW, _MANY = 64, (256, 8, 1, 1), (64, 4, 2, 1)
+#: Fewest columns of a piece.
+_LEAST_WIDTH = 32
+#: Shares that are asked for at once when they are added up.
+_AT_ONCE = tl.constexpr(4)
 #: Most shares of a sequence's positions. A second share costs a step of one row 3.4 us a layer, which
 #: fewer shares or longer ones do not save.
 _MOST_SPLITS = 16
@@ -73,29 +79,38 @@ def _attended(q, k, v, seen, top, total, acc, scale):
 
 
 @triton.jit
-def _added_up(part_o, part_m, part_s, pair, live, splits, member, column, mask,
-              D: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-              SPLITS: tl.constexpr):  # fmt: skip
-    """Attention [PADDED, D] from the shares of `live` programs."""
-    line = tl.arange(0, SPLITS)
-    real = (line < live)[:, None] & (member < GROUP)[None, :]
-    first = (pair * splits).to(tl.int64) * GROUP
-    tops = tl.load(part_m + first + line[:, None] * GROUP + member[None, :], mask=real,
-                   other=-float("inf"), cache_modifier=".cg")  # fmt: skip
-    top = tl.where(member < GROUP, tl.max(tops, 0), 0.0)
-    acc = tl.zeros((PADDED, D), tl.float32)
+def _added_up(part_o, part_m, part_s, first, live, member, column, WIDTH: tl.constexpr,
+              GROUP: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """Attention [PADDED, WIDTH] from the shares of `live` programs, of which four are asked for at once."""
+    top = tl.full((PADDED,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
-    for begin in range(0, live, 4):
-        for further in tl.static_range(4):
+    acc = tl.zeros((PADDED, WIDTH), tl.float32)
+    for begin in range(0, live, _AT_ONCE):
+        tops, totals, parts = (), (), ()
+        for further in tl.static_range(_AT_ONCE):
             split = begin + further
             inside = (member < GROUP) & (tl.zeros_like(member) + split < live)
             at = first + split * GROUP + member
-            weight = tl.exp2(tl.load(part_m + at, mask=inside, other=-float("inf"),
-                                     cache_modifier=".cg") - top)  # fmt: skip
-            total += weight * tl.load(part_s + at, mask=inside, other=0.0, cache_modifier=".cg")
-            o = tl.load(part_o + at[:, None] * D + column[None, :], mask=inside[:, None],
+            # As other processors wrote them: not from this one's level-1 cache.
+            tops = _with(tops, tl.load(part_m + at, mask=inside, other=-float("inf"),
+                                       cache_modifier=".cg"))  # fmt: skip
+            totals = _with(
+                totals, tl.load(part_s + at, mask=inside, other=0.0, cache_modifier=".cg")
+            )
+            o = tl.load(part_o + at[:, None] * WIDTH + column[None, :], mask=inside[:, None],
                         other=0.0, cache_modifier=".cg")  # fmt: skip
-            acc += weight[:, None] * o
+            parts = _with(parts, o)
+        new = top
+        for further in tl.static_range(_AT_ONCE):
+            new = tl.maximum(new, tops[further])
+        against = tl.where(new == -float("inf"), 0.0, new)  # of members there are none of
+        shrink = tl.exp2(top - against)
+        total, acc = total * shrink, acc * shrink[:, None]
+        for further in tl.static_range(_AT_ONCE):
+            weight = tl.exp2(tops[further] - against)
+            total += weight * totals[further]
+            acc += weight[:, None] * parts[further]
+        top = new
     return acc / tl.where(member < GROUP, total, 1.0)[:, None]
 
 
@@ -104,21 +119,25 @@ def _decode_kernel(
     qkv, q_norm, k_norm, eps, rope, positions, seq, tables, keys, values, out, part_o, part_m,
     part_s, counters, stride, table_width, scale, splits, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, PADDED: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, key head, split); `scale` is in powers of two."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (row, key head and WIDTH columns of its values, split); `scale` is in powers of two."""
+    row, split = tl.program_id(0), tl.program_id(2)
+    head, piece = tl.program_id(1) // (D // WIDTH), tl.program_id(1) % (D // WIDTH)
     position = tl.load(positions + row)
     table = tables + tl.load(seq + row) * table_width
-    column, member = tl.arange(0, D), tl.arange(0, PADDED)
+    column, member, v_column = tl.arange(0, D), tl.arange(0, PADDED), tl.arange(0, WIDTH)
     share = tl.maximum(tl.cdiv(tl.cdiv(position, TILE), splits), 1) * TILE
     live = tl.maximum(tl.cdiv(position, share), 1)
+    if split >= live:
+        return
+    values += piece * WIDTH
     begin = split * share
     end = tl.minimum(begin + share, position)
     line = begin + tl.arange(0, TILE)
-    at = _line_offsets(table, line, line < end, head, BLOCK_SIZE, KEY_HEADS, D) + column[None, :]
-    early_keys = tl.load(keys + at, mask=(line < end)[:, None], other=0.0)
-    early_values = tl.load(values + at, mask=(line < end)[:, None], other=0.0)
+    at = _line_offsets(table, line, line < end, head, BLOCK_SIZE, KEY_HEADS, D)
+    early_keys = tl.load(keys + at + column[None, :], mask=(line < end)[:, None], other=0.0)
+    early_values = tl.load(values + at + v_column[None, :], mask=(line < end)[:, None], other=0.0)
     # What no kernel writes is loaded before the wait, what is waited for all at once behind it.
     zero = tl.zeros((1, 1), tl.int32)
     norm, other_norm = _with_other(q_norm + zero, zero == 0, D)
@@ -128,8 +147,6 @@ def _decode_kernel(
     sin = tl.load(turn + D // 2 + column % (D // 2))[None, :]
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    if split >= live:
-        return
     dtype: tl.constexpr = qkv.dtype.element_ty
     stored: tl.constexpr = keys.dtype.element_ty
     own = qkv + row.to(tl.int64) * stride
@@ -137,19 +154,19 @@ def _decode_kernel(
     x, y = _with_other(own + (head * GROUP + member)[:, None] * D, mask, D)
     is_first = (zero + split) == 0
     key, other_key = _with_other(own + (KEY_HEADS * GROUP + head) * D + zero, is_first, D)
-    v_at = own + (KEY_HEADS * (GROUP + 1) + head) * D + column
-    new_value = tl.load(v_at, mask=(column * 0 + split) == 0, other=0.0).to(tl.float32)
+    v_at = own + (KEY_HEADS * (GROUP + 1) + head) * D + piece * WIDTH + v_column
+    new_value = tl.load(v_at, mask=(v_column * 0 + split) == 0, other=0.0).to(tl.float32)
     q = cast(_turned(x, y, norm, other_norm, cos, sin, eps, D, dtype), dtype)
     top = tl.full((PADDED,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
-    acc = tl.zeros((PADDED, D), tl.float32)
+    acc = tl.zeros((PADDED, WIDTH), tl.float32)
     if split == 0:
         k = _turned(key, other_key, key_norm, other_key_norm, cos, sin, eps, D, dtype)
         k, v = cast(k, stored), cast(new_value, stored)
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         place = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
-        tl.store(keys + place + column[None, :], k)
-        tl.store(values + place + column, v)
+        tl.store(keys + place + column[None, :], k, mask=(zero + piece) == 0)
+        tl.store(values + place + v_column, v)
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         total = tl.full((PADDED,), 1.0, tl.float32)
         acc += v.to(tl.float32)[None, :]
@@ -157,25 +174,27 @@ def _decode_kernel(
     for first in range(begin + TILE, end, TILE):
         line = first + tl.arange(0, TILE)
         seen = line < end
-        at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D) + column[None, :]
-        keys_here = tl.load(keys + at, mask=seen[:, None], other=0.0)
-        values_here = tl.load(values + at, mask=seen[:, None], other=0.0)
+        at = _line_offsets(table, line, seen, head, BLOCK_SIZE, KEY_HEADS, D)
+        keys_here = tl.load(keys + at + column[None, :], mask=seen[:, None], other=0.0)
+        values_here = tl.load(values + at + v_column[None, :], mask=seen[:, None], other=0.0)
         top, total, acc = _attended(q, keys_here, values_here, seen, top, total, acc, scale)
-    pair = row * KEY_HEADS + head
-    to = out + (pair.to(tl.int64) * GROUP + member)[:, None] * D + column[None, :]
+    to = (row * KEY_HEADS + head).to(tl.int64) * GROUP + member
+    to = out + to[:, None] * D + piece * WIDTH + v_column[None, :]
     if live == 1:
         tl.store(to, cast(acc / total[:, None], out.dtype.element_ty), mask=mask)
         return
-    at = (pair * splits + split).to(tl.int64) * GROUP + member
-    tl.store(part_o + at[:, None] * D + column[None, :], acc, mask=mask)
+    pair = row * tl.num_programs(1) + tl.program_id(1)
+    first = (pair * splits).to(tl.int64) * GROUP
+    at = first + split * GROUP + member
+    tl.store(part_o + at[:, None] * WIDTH + v_column[None, :], acc, mask=mask)
     tl.store(part_m + at, top, mask=member < GROUP)
     tl.store(part_s + at, total, mask=member < GROUP)
     # All threads' stores come before the count that says they are there.
     tl.debug_barrier()
     done = tl.atomic_add(counters + pair, 1, sem="acq_rel")
     if done == live - 1:
-        mixed = _added_up(part_o, part_m, part_s, pair, live, splits, member, column, mask,
-                          D, GROUP, PADDED, SPLITS)  # fmt: skip
+        mixed = _added_up(part_o, part_m, part_s, first, live, member, v_column, WIDTH, GROUP,
+                          PADDED)  # fmt: skip
         tl.store(to, cast(mixed, out.dtype.element_ty), mask=mask)
         tl.store(counters + pair, 0)
 
@@ -196,18 +215,20 @@ def decode_gqa_triton(
     key_heads, dim = keys.shape[2:]
     batch, group, device = len(qkv), heads // key_heads, qkv.device
     few = batch * key_heads <= _FEW_PAIRS and qkv.element_size() == 2
-    tile, warps, stages = _FEW if few else _MANY
-    splits = _splits(batch * key_heads, rows, tile)
-    count = batch * heads * splits if splits > 1 else 1
-    part_o = torch.empty((count, dim), dtype=torch.float32, device=device)
+    tile, warps, stages, pieces = _FEW if few else _MANY
+    pieces = min(pieces, triton.cdiv(dim, _LEAST_WIDTH))
+    pairs = batch * key_heads * pieces
+    splits = _splits(pairs, rows, tile)
+    count = pairs * group * splits if splits > 1 else 1
+    part_o = torch.empty((count, dim // pieces), dtype=torch.float32, device=device)
     part_m, part_s = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
     out = torch.empty((batch, heads * dim), dtype=qkv.dtype, device=device)
-    _decode_kernel[(batch, key_heads, splits)](
+    _decode_kernel[(batch, key_heads * pieces, splits)](
         qkv, q_norm, k_norm, eps, rope, rows.positions, rows.seq, rows.tables, keys, values, out,
         part_o, part_m, part_s, counters("decode_gqa", _MOST_PAIRS, device), qkv.stride(0), rows.tables.shape[1],
         dim**-0.5 * 1.4426950408889634, splits, BLOCK_SIZE=rows.block_size, GROUP=group,
-        PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim, TILE=tile,
-        SPLITS=_MOST_SPLITS, num_warps=warps, num_stages=stages,
+        PADDED=max(16, triton.next_power_of_2(group)), KEY_HEADS=key_heads, D=dim,
+        WIDTH=dim // pieces, TILE=tile, num_warps=warps, num_stages=stages,
         **overlapping(device, batch, OVERLAP_ROWS),
     )  # fmt: skip
     return out

@@ -68,7 +68,9 @@ def test_attention_of_chunks_equals_its_twin(dtype: torch.dtype) -> None:
     assert (sees_more - wanted).abs().max() > 0.05  # the comparison notices one position too many
 
 
-def decode(dtype: torch.dtype, starts: list[int], most: int) -> list[tuple[torch.Tensor, ...]]:
+def decode(
+    dtype: torch.dtype, starts: list[int], most: int, dim: int = D
+) -> list[tuple[torch.Tensor, ...]]:
     """(o, keys, values) of the twin and of the kernel, for sequences of up to `most` positions."""
     count = -(-most // BLOCK)
     count += count % 5 == 0  # so that steps of five visit every block
@@ -79,15 +81,15 @@ def decode(dtype: torch.dtype, starts: list[int], most: int) -> list[tuple[torch
     rows, _ = build_rows(some, block_size=BLOCK, device=DEVICE)
     rows = replace(rows, max_end=most)
     torch.manual_seed(0)
-    qkv = rand(rows.num_rows, (HEADS + 2 * KEY_HEADS) * D, dtype=dtype)
-    norms = rand(D), rand(D)
-    freqs = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64, device=DEVICE) / D)
+    qkv = rand(rows.num_rows, (HEADS + 2 * KEY_HEADS) * dim, dtype=dtype)
+    norms = rand(dim), rand(dim)
+    freqs = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=DEVICE) / dim)
     rope = rope_table(freqs, most)
     found = []
     for attend in (gqa.decode_gqa_torch, gqa_decode.decode_gqa_triton):
         torch.manual_seed(1)
         keys, values = (
-            rand(1 + len(starts) * count, BLOCK, KEY_HEADS, D, dtype=dtype) for _ in range(2)
+            rand(1 + len(starts) * count, BLOCK, KEY_HEADS, dim, dtype=dtype) for _ in range(2)
         )
         o = attend(qkv, *norms, 1e-6, rope, rows, keys, values, heads=HEADS)
         found.append((o, keys, values))
@@ -105,6 +107,14 @@ def test_decoding_equals_its_twin(dtype: torch.dtype, starts: list[int], most: i
     for one, other in zip(*decode(dtype, starts, most), strict=True):
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_pieces_of_the_values_equal_the_twin(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    """Values in pieces of columns, in one share and in many: each piece in its place."""
+    monkeypatch.setattr(gqa_decode, "_FEW", (64, 4, 1, pieces))
+    for one, other in zip(*decode(torch.bfloat16, [3, 700, 64], 1100, 128), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dropped", [1, 5, 12])
