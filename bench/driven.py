@@ -27,7 +27,8 @@ from engine.kernels.ops import Implementation
 from engine.memory import plan_memory
 from engine.model.fast import FastModel
 from engine.model.loading import random_fast_model
-from engine.model.qwen3 import Qwen3Model, random_qwen3
+from engine.model.qwen3 import Qwen3Model
+from engine.model.qwen3_loading import random_qwen3
 from engine.options import DECODE_BUCKETS, PROMPT_BUCKETS, EngineConfig
 from engine.plan.layout import Drafting
 from engine.plan.replay import Replay, tail_of

@@ -35,7 +35,8 @@ from engine.model.experts import PagedExperts
 from engine.model.fast import FastModel
 from engine.model.loading import random_fast_model
 from engine.model.prefetch import Guess, Prefetch
-from engine.model.qwen3 import Qwen3Model, random_qwen3
+from engine.model.qwen3 import Qwen3Model
+from engine.model.qwen3_loading import random_qwen3
 from engine.plan.residency import Residency
 from engine.plan.step import Chunk
 from engine.qwen3_config import Qwen3Config

@@ -14,7 +14,7 @@ from engine.architectures import read_config
 from engine.config_checks import CSA_RATIO
 from engine.model.checkpoint import Checkpoint, CheckpointError
 from engine.model.names import part
-from engine.model.qwen3 import QwenCheckpoint
+from engine.model.qwen3_checkpoint import QwenCheckpoint
 from engine.qwen3_config import Qwen3Config
 
 #: Text in a tensor's name of Qwen's -> part of the checkpoint; the first match counts.

@@ -29,7 +29,9 @@ from engine.kernels.at_once import GridError
 from engine.model.checkpoint import Checkpoint, CheckpointError, load_model
 from engine.model.fast import FastModel
 from engine.model.loading import load_fast_model
-from engine.model.qwen3 import Qwen3Model, QwenCheckpoint, load_qwen3
+from engine.model.qwen3 import Qwen3Model
+from engine.model.qwen3_checkpoint import QwenCheckpoint
+from engine.model.qwen3_loading import load_qwen3
 from engine.model.speculate import Speculator, load_drafter
 from engine.options import PROMPT_BUCKETS, TAIL_BUCKETS, EngineConfig, usable_cores
 from engine.plan.layout import layout_fingerprint

@@ -12,7 +12,7 @@ import torch
 from bench import bound, driven, engine, rows
 from bench.geometries import QWEN, QWEN3_30B
 from engine.device.qwen_pool import QwenPool
-from engine.model.qwen3 import random_qwen3
+from engine.model.qwen3_loading import random_qwen3
 from engine.qwen3_config import Qwen3Config
 
 SMALL = QWEN3_30B | {

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.formats import dequantise
 from engine.model.quant import to_e2m1
 from engine.model.quantised import AWQ_ORDER, read_linear
-from engine.model.qwen3 import tensor_shapes
+from engine.model.qwen3_names import tensor_shapes
 from engine.qwen3_config import Quantisation, Qwen3Config
 
 GROUP = 32

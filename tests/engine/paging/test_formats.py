@@ -21,7 +21,8 @@ from engine.model.experts import PagedExperts
 from engine.model.packing import join
 from engine.model.placement import Placement
 from engine.model.quantised import read_linear, repack_experts, repacker
-from engine.model.qwen3 import QwenRandom, load_qwen3
+from engine.model.qwen3_loading import load_qwen3
+from engine.model.qwen3_random import QwenRandom
 from engine.qwen3_config import Qwen3Config
 from tests.engine.paging.checkpoints import CONFIG, STORED, method, quantise, values, write_qwen
 from tests.engine.paging.test_experts import CPU, INNER, TOP_K, D, E, routing, run

@@ -13,7 +13,8 @@ from engine.config import ConfigError
 from engine.device.qwen_pool import QwenPool
 from engine.device.rows import build_rows
 from engine.model.checkpoint import CheckpointError
-from engine.model.qwen3 import Qwen3Model, load_qwen3
+from engine.model.qwen3 import Qwen3Model
+from engine.model.qwen3_loading import load_qwen3
 from engine.plan.step import Chunk
 from engine.qwen3_config import Qwen3Config
 from tests.engine.paging.checkpoints import write_qwen
