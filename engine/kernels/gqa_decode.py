@@ -20,14 +20,17 @@ from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
-#: Positions of a tile, warps, stages, and pieces of the values' columns: of few pairs of row and key
-#: head, for which one tile is often all there is, and of more.
-_FEW_PAIRS, _FEW, _MANY = 64, (256, 8, 1, 1), (64, 4, 2, 1)
-#: Fewest columns of a piece.
-_LEAST_WIDTH = 32
+#: Positions of a tile, warps and stages: of few pairs of row and key head, for which one tile is
+#: often all there is, and of more.
+_FEW_PAIRS, _FEW, _MANY = 64, (256, 8, 1), (64, 4, 2)
+#: Pieces of the values' columns, where that leaves room for as many shares, and fewest columns of one.
+#: Keys are read by every piece, but each has less to add up. Steps of one row of 8 layers of
+#: Qwen3-30B's shape take 498, 507, 527 and 598 us so at 128, 300, 3000 and 12000 positions (in one
+#: piece 502, 520, 539 and 634); of four rows 954, 957, 1083 and 1425 (973, 986, 1051 and 1274).
+_PIECES, _LEAST_WIDTH = 2, 32
 #: Shares that are asked for at once when they are added up.
 _AT_ONCE = tl.constexpr(4)
-#: Most shares of a sequence's positions. A second share costs a step of one row 3.4 us a layer, which
+#: Most shares of a sequence's positions. A second share costs a step of one row 1.1 us a layer, which
 #: fewer shares or longer ones do not save.
 _MOST_SPLITS = 16
 #: Programs that are worth having: two on each of an H200's processors.
@@ -215,8 +218,9 @@ def decode_gqa_triton(
     key_heads, dim = keys.shape[2:]
     batch, group, device = len(qkv), heads // key_heads, qkv.device
     few = batch * key_heads <= _FEW_PAIRS and qkv.element_size() == 2
-    tile, warps, stages, pieces = _FEW if few else _MANY
-    pieces = min(pieces, triton.cdiv(dim, _LEAST_WIDTH))
+    tile, warps, stages = _FEW if few else _MANY
+    roomy = _PROGRAMS // (batch * key_heads * _PIECES) >= _MOST_SPLITS
+    pieces = _PIECES if few and roomy and dim >= _PIECES * _LEAST_WIDTH else 1
     pairs = batch * key_heads * pieces
     splits = _splits(pairs, rows, tile)
     count = pairs * group * splits if splits > 1 else 1

@@ -172,14 +172,16 @@ def _decide_kernel(
 
     PAIRS: pairs that are looked for at once; most of them are in slots.
     """
-    await_previous(OVERLAP)
-    begin_next(OVERLAP)
+    # The tables are a layer's own: what writes them has ended when the kernel before this one has
+    # waited for its predecessors, as every router has before it lets this one begin.
     slot = tl.arange(0, SLOTS)
     real = slot < num_slots
     before = tl.load(slot_expert + slot, mask=real, other=-2)
     used = tl.load(last_use + slot, mask=real, other=0)
     soon = tl.load(early + slot, mask=real, other=0)
     step = tl.load(counters) + (0 if AHEAD else 1)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     kept = tl.zeros((SLOTS,), tl.int32)
     absentees = 0
     for first in range(0, num_pairs, PAIRS):

@@ -112,7 +112,9 @@ def test_decoding_equals_its_twin(dtype: torch.dtype, starts: list[int], most: i
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_pieces_of_the_values_equal_the_twin(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
     """Values in pieces of columns, in one share and in many: each piece in its place."""
-    monkeypatch.setattr(gqa_decode, "_FEW", (64, 4, 1, pieces))
+    monkeypatch.setattr(gqa_decode, "_FEW", (64, 4, 1))
+    monkeypatch.setattr(gqa_decode, "_PIECES", pieces)
+    monkeypatch.setattr(gqa_decode, "_PROGRAMS", 6 * pieces * gqa_decode._MOST_SPLITS)
     for one, other in zip(*decode(torch.bfloat16, [3, 700, 64], 1100, 128), strict=True):
         torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
 
