@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.overlap import begin_next, overlapping
 from engine.kernels.triton_compat import cast, tl, triton
 
 # ---------------------------------------------------------------- torch
@@ -31,8 +32,11 @@ def embed_torch(ids: Tensor, table: Tensor, count: int, dtype: torch.dtype) -> T
 
 
 @triton.jit
-def _embed(ids, table, out, D, S: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(
+    ids, table, out, D, S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Program (t, c): columns c * BLOCK and after of token t."""
+    begin_next(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < D
@@ -47,5 +51,8 @@ def embed_triton(ids: Tensor, table: Tensor, count: int, dtype: torch.dtype) -> 
     width = table.shape[1]
     out = torch.empty((len(ids), count, width), dtype=dtype, device=table.device)
     block = 1024
-    _embed[(len(ids), triton.cdiv(width, block))](ids, table, out, width, S=count, BLOCK=block)
+    overlap = overlapping(table.device, len(ids))["OVERLAP"]  # of the kernel behind it
+    _embed[(len(ids), triton.cdiv(width, block))](
+        ids, table, out, width, S=count, BLOCK=block, OVERLAP=overlap
+    )
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.overlap import await_previous, overlapping
 from engine.kernels.triton_compat import tl, triton
 
 #: What stands for a token where nothing could be drawn.
@@ -67,8 +68,10 @@ def _feed(
     stride,
     ROWS: tl.constexpr,
     NOTHING: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """All rows in one program, so that turning `half` over is not a race."""
+    await_previous(OVERLAP)
     row = tl.arange(0, ROWS)
     real = row < count
     token = tl.load(drawn + row, mask=real, other=0)
@@ -110,4 +113,5 @@ def feed_triton(
         ROWS=max(MOST_ROWS, triton.next_power_of_2(count)),  # so one compilation serves all
         NOTHING=UNUSABLE,
         num_warps=1,
+        **overlapping(drawn.device, count),
     )

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import gqa
@@ -155,7 +154,7 @@ class Qwen3Model:
     def _run(self, rows: Rows, pool: QwenPool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield residual [T, d] and the summands [T, P, d] still to be added, after each layer."""
         c = self.config
-        h, parts = F.embedding(rows.ids, self.embed), None
+        h, parts = self.ops.embed(rows.ids, self.embed, 1, self.dtype)[:, 0], None
         for layer, keys, values in zip(self.layers, pool.keys, pool.values, strict=True):
             h, qkv = self._norm_linear(h, parts, layer.input_norm, layer.qkv)
             o = self._attention(qkv, layer, rows, keys, values)
