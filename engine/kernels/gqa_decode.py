@@ -148,6 +148,7 @@ def _decode_kernel(
     turn = rope + position.to(tl.int64) * D
     cos = tl.load(turn + column % (D // 2))[None, :]
     sin = tl.load(turn + D // 2 + column % (D // 2))[None, :]
+    own_block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -166,8 +167,7 @@ def _decode_kernel(
     if split == 0:
         k = _turned(key, other_key, key_norm, other_key_norm, cos, sin, eps, D, dtype)
         k, v = cast(k, stored), cast(new_value, stored)
-        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-        place = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
+        place = ((own_block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head) * D
         tl.store(keys + place + column[None, :], k, mask=(zero + piece) == 0)
         tl.store(values + place + v_column, v)
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale

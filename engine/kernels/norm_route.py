@@ -113,7 +113,9 @@ def _norm_route_kernel(
     column = tl.arange(0, WIDTH)
     real = column < D
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
-    inside = (expert < E)[:, None] & real[None, :]
+    # Without a mask that counts, what is loaded is left as it comes: with one it is unpacked behind
+    # the wait, before anything else is asked for.
+    inside = real[None, :] if E % BE == 0 else (expert < E)[:, None] & real[None, :]
     held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
     scales = tl.load(norm + column, mask=real, other=0.0)
     slot = tl.load(slots + tl.load(seq + row))
