@@ -29,8 +29,8 @@ from engine.kernels.router import (
 from engine.kernels.rows import Rows
 from engine.kernels.triton_compat import cast, tl, triton
 
-#: Experts of a program.
-_EXPERTS = 8
+#: Experts of a program, of one row and of more.
+_ONE_ROW_EXPERTS, _EXPERTS = 4, 8
 #: Most rows that take one kernel.
 _ONE_KERNEL_ROWS = 4
 
@@ -192,9 +192,10 @@ def norm_route_triton(
     if count <= _ONE_KERNEL_ROWS:
         new, x = torch.empty_like(h), torch.empty_like(h)
         logits = torch.empty((count, num_experts), dtype=torch.float32, device=device)
-        _norm_route_kernel[(triton.cdiv(num_experts, _EXPERTS), count)](
+        each = _ONE_ROW_EXPERTS if count == 1 else _EXPERTS
+        _norm_route_kernel[(triton.cdiv(num_experts, each), count)](
             h, parts.contiguous(), norm, eps, gate, new, x, logits, counter, *found,
-            D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=_EXPERTS, ROWS=count,
+            D=d, WIDTH=triton.next_power_of_2(d), PARTS=parts.shape[1], BE=each, ROWS=count,
             MOST=most, num_warps=4, **shapes, **overlapping(device),
         )  # fmt: skip
         return new, x, routing

@@ -29,9 +29,11 @@ from engine.kernels.router import Routing
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-#: Weights that one thread holds, at most (bfloat16: 64 registers).
-_HELD = 128
-_WARPS = 4
+#: Weights that one thread of norm and product holds, at most (bfloat16: 64 registers), and warps.
+_HELD, _WARPS = 128, 4
+#: The same of a product alone: with more, threads have so many registers that its programs take two
+#: rounds, of which the second asks for its weights late.
+_ALONE_HELD, _ALONE_WARPS = 32, 8
 #: Hidden values of a program of the experts' first product, and its warps.
 _HIDDEN, _HIDDEN_WARPS = 4, 8
 #: Columns of every expert that a program of the second product takes at a time, its warps, and
@@ -43,8 +45,6 @@ FEW_ROWS = 4
 #: of its threads; warps of one of the second product, output values of each of them, and registers.
 _FEW_HIDDEN, _FEW_HIDDEN_WARPS, _FEW_HIDDEN_REGISTERS = 4, 4, 104
 _OUT_WARPS, _OUT_EACH, _OUT_REGISTERS = 4, 4, 96
-#: Programs of a dense product that a multiprocessor has room for.
-_AT_ONCE = 4
 #: Widest row: of so many columns a program would hold two rows.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
@@ -247,17 +247,13 @@ def _second_rows_kernel(
 @triton.jit
 def _norm_linear_kernel(
     h, part, norm, eps, w, h_out, out, N, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
-    MORE: tl.constexpr, HAS_PART: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program of BN + MORE rows of w [N, K]; every program adds and norms the row."""
-    n = tl.program_id(0) * (BN + MORE) + tl.arange(0, BN)
+    """Program of BN rows of w [N, K]; every program adds and norms the row."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, WIDTH)
     inside = (n < N)[:, None] & (k < K)[None, :]
     held = tl.load(w + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
-    if MORE > 0:
-        m = tl.program_id(0) * (BN + MORE) + BN + tl.arange(0, MORE)
-        within = (m < N)[:, None] & (k < K)[None, :]
-        further = tl.load(w + m.to(tl.int64)[:, None] * K + k[None, :], mask=within, other=0.0)
     scales = tl.load(norm + k, mask=k < K, other=0.0)
     begin_next(OVERLAP)
     await_previous(OVERLAP)
@@ -272,30 +268,15 @@ def _norm_linear_kernel(
     x = cast(x, dtype).to(tl.float32)
     total = tl.sum(held.to(tl.float32) * x[None, :], 1)
     tl.store(out + n, cast(total, out.dtype.element_ty), mask=n < N)
-    if MORE > 0:
-        total = tl.sum(further.to(tl.float32) * x[None, :], 1)
-        tl.store(out + m, cast(total, out.dtype.element_ty), mask=m < N)
 
 
 # ---------------------------------------------------------------- launches
 
 
-def _tiling(width: int) -> tuple[int, int]:
+def _tiling(width: int, held: int, warps: int) -> tuple[int, int]:
     """Columns as a power of two, and weight rows of a program."""
     columns = triton.next_power_of_2(width)
-    return columns, max(1, _HELD * _WARPS * 32 // columns)
-
-
-def _more(height: int, rows: int, device: torch.device) -> int:
-    """Further weight rows of a program, if with a few of them all programs run at once.
-
-    Programs of a second round would ask for their weights when the first ones have ended.
-    """
-    room = _AT_ONCE
-    if device.type == "cuda":
-        room *= torch.cuda.get_device_properties(device).multi_processor_count
-    needed = triton.cdiv(height, room) - rows
-    return triton.next_power_of_2(needed) if 0 < needed <= rows // 4 else 0
+    return columns, max(1, held * warps * 32 // columns)
 
 
 def takes_row(x: Tensor, *weights: Matrix, most: int = 1) -> bool:
@@ -318,10 +299,10 @@ def linear_row(x: Tensor, w: Matrix, *, out_dtype: torch.dtype | None = None) ->
         [1, N].
     """
     height, width = w.shape
-    columns, rows = _tiling(width)
+    columns, rows = _tiling(width, _ALONE_HELD, _ALONE_WARPS)
     out = torch.empty((1, height), dtype=out_dtype or x.dtype, device=x.device)
     _linear_kernel[(triton.cdiv(height, rows),)](
-        x, w.data, out, height, K=width, WIDTH=columns, BN=rows, num_warps=_WARPS,
+        x, w.data, out, height, K=width, WIDTH=columns, BN=rows, num_warps=_ALONE_WARPS,
         **overlapping(x.device),
     )  # fmt: skip
     return out
@@ -350,13 +331,12 @@ def norm_linear_row(
         the new residual [1, K] and the product [1, N].
     """
     height, width = w.shape
-    columns, rows = _tiling(width)
-    more = _more(height, rows, h.device)
+    columns, rows = _tiling(width, _HELD, _WARPS)
     out = torch.empty((1, height), dtype=out_dtype or h.dtype, device=h.device)
     new = h if parts is None else torch.empty_like(h)
-    _norm_linear_kernel[(triton.cdiv(height, rows + more),)](
+    _norm_linear_kernel[(triton.cdiv(height, rows),)](
         h, h if parts is None else parts, norm, eps, w.data, new, out, height, K=width,
-        WIDTH=columns, BN=rows, MORE=more, HAS_PART=parts is not None, num_warps=_WARPS,
+        WIDTH=columns, BN=rows, HAS_PART=parts is not None, num_warps=_WARPS,
         **overlapping(h.device),
     )  # fmt: skip
     return new, out

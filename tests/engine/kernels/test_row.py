@@ -65,18 +65,12 @@ def test_a_row_times_a_matrix_equals_its_twin(dtype: torch.dtype, n: int, k: int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_part", [True, False])
-@pytest.mark.parametrize("rows", [70, 518 if DEVICE == "cpu" else 68000])
-def test_norm_and_product_of_a_row_equal_their_twins(
-    dtype: torch.dtype, has_part: bool, rows: int
-) -> None:
-    """Residual and product; without a summand the residual is the one that was given.
-
-    Of a number of weight rows that a few more a program spare a second round of programs, and of few.
-    """
+def test_norm_and_product_of_a_row_equal_their_twins(dtype: torch.dtype, has_part: bool) -> None:
+    """Residual and product; without a summand the residual is the one that was given."""
     torch.manual_seed(0)
     h, norm = rand(1, 96, dtype=dtype), rand(96)
     parts = rand(1, 1, 96) if has_part else None
-    w = Matrix("plain", rand(rows, 96, dtype=dtype) * 0.1)
+    w = Matrix("plain", rand(70, 96, dtype=dtype) * 0.1)
     kept, x = add_norm_torch(h, parts, norm, 1e-6)
     found = norm_linear_row(h, parts, norm, 1e-6, w)
     for one, other in zip(found, (kept, linear_torch(x, w)), strict=True):
