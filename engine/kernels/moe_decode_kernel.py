@@ -6,6 +6,7 @@ from engine.kernels.fp4 import codes_of_row, scale_place
 from engine.kernels.overlap import await_previous
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.stream import SUM_SCALE, accumulate, load16, rows_of_x
+from engine.kernels.swiglu import swiglu
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -147,9 +148,7 @@ def _finish(a, b, out, target, weight, valid, column, limit, SECOND: tl.constexp
         tl.store(at, a * SUM_SCALE, mask=valid)
         tl.store(at + 8, b * SUM_SCALE, mask=valid)
     else:
-        gate = tl.minimum(a * SUM_SCALE, limit)
-        up = tl.minimum(tl.maximum(b * SUM_SCALE, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up * weight
+        hidden = swiglu(a * SUM_SCALE, b * SUM_SCALE, limit) * weight
         tl.store(at, cast(hidden, tl.bfloat16), mask=valid)
 
 

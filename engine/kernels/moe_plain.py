@@ -15,6 +15,7 @@ from engine.kernels.formats import Matrix
 from engine.kernels.grouping import DECODE_TILE
 from engine.kernels.overlap import await_previous, begin_next, fetch, overlapping
 from engine.kernels.router import Routing
+from engine.kernels.swiglu import swiglu
 from engine.kernels.triton_compat import cast, dot, tl, triton
 
 #: Weight rows of a program.
@@ -32,9 +33,7 @@ def _finish(acc, out, target, weight, column, count, limit, SECOND: tl.constexpr
     else:
         both = tl.permute(tl.reshape(total, (BN // 2, 2, 8)), (0, 2, 1))
         gate, up = tl.split(both)
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]
+        hidden = swiglu(gate, up, limit) * weight[None, :]
         tl.store(
             out + target[None, :] + column[:, None], cast(hidden, out.dtype.element_ty), mask=real
         )

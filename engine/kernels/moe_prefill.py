@@ -23,6 +23,7 @@ from engine.kernels.grouping import SHORT_TILE, tile_pairs
 from engine.kernels.moe_shared import shared_expert
 from engine.kernels.roundtrip import fp8_device
 from engine.kernels.router import Routing, parts_dtype
+from engine.kernels.swiglu import swiglu
 from engine.kernels.triton_compat import INTERPRETED, cast, dot, tl, triton
 from engine.kernels.weave import (
     CHUNK,
@@ -216,9 +217,7 @@ def _tile(data, scale, x, out, order, weights, first, count, block, limit,
     else:
         halves = tl.permute(tl.reshape(sums, (2, BM, BN)), (1, 2, 0))
         gate, up = tl.split(halves)
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up * tl.load(weights + pair)[None, :]
+        hidden = swiglu(gate, up, limit) * tl.load(weights + pair)[None, :]
         value = tl.trans(hidden)
         if ROUND > 0:
             # In x's dtype first, as it would be stored.

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.kernels.formats import Matrix
 from engine.kernels.gemm import multiply
 from engine.kernels.roundtrip import fp8_device
+from engine.kernels.swiglu import swiglu
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 
@@ -21,10 +22,8 @@ def _activate_kernel(wide, hidden, experts, parts, T, limit, INNER: tl.constexpr
     inside = (row < T)[:, None] & (column < INNER)[None, :]
     at = row.to(tl.int64)[:, None] * INNER + column[None, :]
     gate_at = wide + row.to(tl.int64)[:, None] * (2 * INNER) + column[None, :]
-    gate = tl.minimum(tl.load(gate_at, mask=inside, other=0.0), limit)
-    up = tl.load(gate_at + INNER, mask=inside, other=0.0)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    gate = tl.load(gate_at, mask=inside, other=0.0)
+    value = swiglu(gate, tl.load(gate_at + INNER, mask=inside, other=0.0), limit)
     if ROUND > 0:
         # In x's dtype first, as it would be stored.
         value = fp8_device(cast(value, hidden.dtype.element_ty).to(tl.float32), ROUND, 0)

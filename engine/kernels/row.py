@@ -26,6 +26,7 @@ from engine.kernels.formats import Matrix
 from engine.kernels.gemv_kernel import _with
 from engine.kernels.overlap import await_previous, begin_next, overlapping
 from engine.kernels.router import Routing
+from engine.kernels.swiglu import swiglu
 from engine.kernels.triton_compat import INTERPRETED, cast, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -83,10 +84,8 @@ def _again(held):
 @triton.jit
 def _gated(held, value, weight, limit, BN: tl.constexpr):
     """BN hidden values of one pair; gate and up rows of `held` alternate."""
-    g, u = tl.split(tl.reshape(tl.sum(held.to(tl.float32) * value, 1), (BN, 2)))
-    g = tl.minimum(g, limit)
-    u = tl.minimum(tl.maximum(u, -limit), limit)
-    return g / (1.0 + tl.exp(-g)) * u * weight
+    gate, up = tl.split(tl.reshape(tl.sum(held.to(tl.float32) * value, 1), (BN, 2)))
+    return swiglu(gate, up, limit) * weight
 
 
 @triton.jit
