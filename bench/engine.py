@@ -32,7 +32,7 @@ from typing import Any
 import orjson
 
 from bench.driven import Driven, config_of
-from bench.rows import make_rows, percentile, spread, write_rows
+from bench.rows import gpu_pace, make_rows, percentile, spread, write_rows
 from engine.api import FinishReason, TokenDelta
 from engine.device.build import free_memory
 from engine.options import DECODE_BUCKETS
@@ -78,6 +78,7 @@ class Engine(Driven):
             while tokens < batch * (new - 1):
                 tokens += len(self.step())
             spent = time.perf_counter() - begin
+            pace = gpu_pace()
             busy = spent - (self.waited - waited)
             host.append(busy * 1e6 / (self.runner.num_launched - launched))
             rates.append(tokens / spent)
@@ -98,6 +99,7 @@ class Engine(Driven):
             "bound_ms": round(bound, 4),
             "bound_share": round(bound / ms_step["median"], 3),
             "tok_s": spread(rates[warm_ups:], 1),
+            **pace,
         }
 
     def beside(self, streams: int, length: int) -> dict[str, Any]:

@@ -74,6 +74,22 @@ def describe_device(device: str) -> dict[str, Any]:
     return found
 
 
+def gpu_pace() -> dict[str, float]:
+    """How fast the GPU's processors run now, and why: figures of two boards differ by some percent.
+
+    Returns:
+        sm_mhz, celsius and watts; nothing without a GPU, or where the driver's library is not read.
+    """
+    try:
+        return {
+            "sm_mhz": torch.cuda.clock_rate(),
+            "celsius": torch.cuda.temperature(),
+            "watts": round(torch.cuda.power_draw() / 1e3),
+        }
+    except Exception:  # pynvml is absent, or knows another error than torch's
+        return {}
+
+
 def versions() -> dict[str, str]:
     """Give the versions of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
