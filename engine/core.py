@@ -208,10 +208,11 @@ class EngineCore:
                 continue
             drawn = next(samples) if chunk.wants_logits else None
             scored = self._note_scores(chunk, result)
-            if chunk.request_id in misguided:
-                deltas.append(self._fail(chunk.request_id, misguided[chunk.request_id]))
-            elif not scored or (chunk.wants_logits and drawn is None):
+            if not scored or (chunk.wants_logits and drawn is None):
                 deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
+            elif chunk.request_id in misguided:
+                error = misguided[chunk.request_id]
+                deltas.append(self._fail(chunk.request_id, error, forget=False))
             elif drawn is None:
                 self._scheduler.commit(chunk, None)
             else:
@@ -397,12 +398,15 @@ class EngineCore:
         positions = range(request.prompt_logprobs_start, len(request.prompt_ids))
         return tuple(scores[at] if at else None for at in positions)
 
-    def _fail(self, request_id: str, error: str) -> TokenDelta:
+    def _fail(self, request_id: str, error: str, *, forget: bool = True) -> TokenDelta:
+        """End a request with an error; `forget`: and all that the prefix cache keeps."""
         state = self._scheduler.get(request_id)
         self._scheduler.remove(request_id, keep=False)
         self._prompt_scores.pop(request_id, None)
-        # What went wrong may have gone wrong before, in a state that was kept: forget them all.
-        self._scheduler.prefix.clear()
+        # What went wrong may have gone wrong before, in a state that was kept: forget them all. A
+        # guide sees tokens alone: whatever it does, the device has computed what it was to.
+        if forget:
+            self._scheduler.prefix.clear()
         return TokenDelta(
             request_id=request_id,
             token_ids=(),
