@@ -100,24 +100,27 @@ def body(load: Load, model: str) -> bytes:
 @contextmanager
 def server(command: list[str], core: int | None) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server process on a core of its own; yields it and its port."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=rows.ROOT
-    )
-    if core is not None:
-        os.sched_setaffinity(process.pid, {core})
-    try:
-        assert process.stdout is not None
-        port = 0
-        for line in process.stdout:
-            if "http://127.0.0.1:" in line:
-                port = int(line.partition("http://127.0.0.1:")[2].split("/")[0].split()[0])
-                break
-        if not port:
-            raise SystemExit(f"{command[2]} did not start")
-        yield process, port
-    finally:
-        process.terminate()
-        process.wait(30)
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=rows.ROOT
+        )
+        try:
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})
+            assert process.stdout is not None
+            port = 0
+            for line in process.stdout:
+                if "http://127.0.0.1:" in line:
+                    port = int(line.partition("http://127.0.0.1:")[2].split("/")[0].split()[0])
+                    break
+            if not port:
+                raise SystemExit(f"{command[2]} did not start{others.last_words(errors)}")
+            yield process, port
+        finally:
+            process.terminate()
+            process.wait(30)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def cpu_seconds(process: subprocess.Popen[str]) -> float:

@@ -12,6 +12,7 @@ its CPU is not counted, but where a gateway is quick it bounds the requests a se
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -38,8 +40,16 @@ MODEL = (
 )
 
 
-def ready(process: subprocess.Popen[Any], port: int, model: str) -> None:
-    """Wait until a gateway answers a chat; SystemExit where it does not."""
+def last_words(errors: BinaryIO) -> str:
+    """Give the end of what a process has written to stderr, to be put behind what went wrong."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - 4000))
+    text = errors.read().decode(errors="replace").strip()
+    return f": {text}" if text else ", and said nothing"
+
+
+def ready(process: subprocess.Popen[Any], port: int, model: str, errors: BinaryIO) -> None:
+    """Wait until a gateway answers a chat; SystemExit with its last words where it does not."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
@@ -53,20 +63,21 @@ def ready(process: subprocess.Popen[Any], port: int, model: str) -> None:
                 return
         except OSError:
             time.sleep(0.5)
-    raise SystemExit(f"{process.args!r} does not answer")
+    raise SystemExit(f"{process.args!r} does not answer{last_words(errors)}")
 
 
 @contextmanager
 def running(command: list[str], port: int, model: str, core: int | None) -> Iterator[Any]:
     """A gateway's process, pinned to a core and ready."""
     pinned = command if core is None else ["taskset", "-c", str(core), *command]
-    process = subprocess.Popen(pinned, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ready(process, port, model)
-        yield process, port
-    finally:
-        process.terminate()
-        process.wait(30)
+    with TemporaryFile() as errors:
+        process = subprocess.Popen(pinned, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            ready(process, port, model, errors)
+            yield process, port
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 @contextmanager

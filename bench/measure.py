@@ -9,7 +9,7 @@ whatever ends the run, what was measured is kept. Lanes take the next command wh
 GPU measures one command at a time. Commands share compiled kernels through Triton's cache on disk.
 
 A command's output goes to bench/results/logs/NAME.log; those of GPU tests, together, to
-bench/results/gpu-tests.log. BATHYAL_RESULTS names another folder for rows and logs. At the end README's
+bench/results/gpu-tests.log. BENCH_RESULTS names another folder for rows and logs. At the end README's
 tables are written anew, and docs/paged-experts.png where its rows have changed and matplotlib is
 installed. Exit code 1 if a command failed or was cut.
 """

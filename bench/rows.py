@@ -24,8 +24,9 @@ import torch
 from engine.options import usable_cores
 
 ROOT = Path(__file__).parents[1]
-#: Where rows are written, and read for README.
-RESULTS = Path(os.environ.get("BATHYAL_RESULTS", Path(__file__).parent / "results"))
+#: Where rows are written, and read for README. The server takes variables that begin with BATHYAL_
+#: for settings of its own, and refuses what is none.
+RESULTS = Path(os.environ.get("BENCH_RESULTS", Path(__file__).parent / "results"))
 #: Packages whose version can change a figure.
 PACKAGES = ("bathyal", "torch", "triton", "flashinfer-python", "numpy", "deepseek-recipe")
 
@@ -104,9 +105,9 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Give the commit measured; "+changes" where the working tree differs from it.
 
-    A copy without git's folder, or in another one's, is named by the variable BATHYAL_COMMIT.
+    A copy without git's folder, or in another one's, is named by the variable BENCH_COMMIT.
     """
-    if named := os.environ.get("BATHYAL_COMMIT"):
+    if named := os.environ.get("BENCH_COMMIT"):
         return named
     short = _git("rev-parse", "--short=12", "HEAD")
     if short is None:

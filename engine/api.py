@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, Protocol
 
 #: How a prompt is processed by layers that share the last KV source; see engine.plan.replay.
@@ -282,6 +282,11 @@ class ExpertStats:
     waves: int = 0
     prefetched: int = 0
     prefetch_hits: int = 0
+
+    def plus(self, other: ExpertStats) -> ExpertStats:
+        """Add what other layers, or a runner before, have come to."""
+        names = [item.name for item in fields(self)]
+        return ExpertStats(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

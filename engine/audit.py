@@ -6,8 +6,7 @@ their tails, speculation, paged experts and their prefetch (engine.audit_variant
 why a switch has none). Each is loaded alone, warmed up, and given
 the same prompts of random ids, cold and then warm: the same prompts with a new end, as an agent's next
 turn has. A variant that takes too long is left: without fused kernels, say, a large model takes seconds
-for a token. Written to a folder: report.md with the tables, audit.json with every number, one SVG plot
-per figure.
+for a token. Results are handed over as they come, so that what cuts an audit leaves what was measured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,7 +79,13 @@ class Timing:
     tokens_per_second: float
 
 
-def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> dict[str, Any]:
+def audit(
+    path: Path,
+    options: EngineConfig,
+    load: Load,
+    say: Callable[[str], object] = print,
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
     """Measure every variant.
 
     Args:
@@ -88,6 +93,7 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
         options: as configured.
         load: what each variant is given.
         say: called with a line as work goes on.
+        keep: called with what there is by then, as it is returned in the end, whenever there is more.
 
     Returns:
         what engine.audit_report.write_report takes.
@@ -105,9 +111,24 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
     if problems := list(_problems(options, load, config.max_position_embeddings)):
         raise EngineError("audit: " + "; ".join(problems))
     vocab = config.vocab_size
+    settled = resolve_here(path, config, options)
     rows: list[dict[str, Any]] = []
-    scores: dict[str, Scores] = {}
+    differences: dict[str, dict[str, dict[str, float]]] = {}
     skipped: dict[str, str] = {}
+    missing = list(found.variants)
+    result = {
+        "model": path.name,
+        "machine": _machine(settled.config),
+        "options": dataclasses.asdict(options),
+        "configured": settled.lines(),
+        "load": dataclasses.asdict(load),
+        "rows": rows,
+        "logprobs": differences,
+        "skipped": skipped,
+        "left_out": found.left_out,
+        "missing": missing,
+    }
+    base: Scores | None = None
     for name, changed in found.variants.items():
         _forget()
         begin = time.perf_counter()
@@ -117,38 +138,32 @@ def audit(path: Path, options: EngineConfig, load: Load, say: Any = print) -> di
             if changed == options:  # there is nothing to compare with
                 raise
             skipped[name] = str(error)
+            missing.remove(name)
             say(f"{name}: cannot be loaded: {error}")
+            keep(result)
             continue
         loaded = time.perf_counter() - begin
         end = time.monotonic() + load.limit
         try:
-            scores[name] = _scores(engine, vocab, load, end)
+            scores = _scores(engine, vocab, load, end)
+            if base is not None:
+                differences[name] = {of: _difference(base[of], own) for of, own in scores.items()}
+            elif changed == options:
+                base = scores
             for row in _rows(engine, vocab, load, end):
                 rows.append({"variant": name, **row, "load_s": loaded})
                 say(
                     f"{name}: {row['prompt_tokens']} tokens x {row['batch']}, {row['kind']}: first token "
                     f"{row['ttft_ms']:.1f} ms, {row['itl_ms']:.2f} ms a token, {row['tok_s']:.0f} tokens/s"
                 )
+                keep(result)
         except _TooSlowError:
             skipped[name] = f"not measured to its end within {load.limit:g} s"
             say(f"{name}: {skipped[name]}")
+        missing.remove(name)
         del engine
-    base = scores.get("as configured")
-    differences = {
-        name: {of: _difference(base[of], values) for of, values in own.items()}
-        for name, own in scores.items()
-        if name != "as configured" and base is not None
-    }
-    return {
-        "model": path.name,
-        "machine": _machine(settle(options)),
-        "options": dataclasses.asdict(options),
-        "load": dataclasses.asdict(load),
-        "rows": rows,
-        "logprobs": differences,
-        "skipped": skipped,
-        "left_out": found.left_out,
-    }
+        keep(result)
+    return result
 
 
 def _problems(options: EngineConfig, load: Load, own_context: int) -> Iterator[str]:

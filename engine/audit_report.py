@@ -1,8 +1,12 @@
-"""The report of an audit: tables, plots and the numbers themselves (engine.audit measures them)."""
+"""The report of an audit, in a folder (engine.audit measures).
+
+report.md with the tables, audit.json with every number, one SVG plot per figure.
+"""
 
 from __future__ import annotations
 
 import html
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,21 +24,37 @@ FIGURES = {
 Cases = dict[str, dict[str, float]]
 
 
-def write_report(result: dict[str, Any], folder: Path) -> Path:
-    """Write report.md, audit.json and the plots; gives report.md.
+def open_folder(folder: Path) -> None:
+    """Make the folder of a report if it is absent, before the minutes that go into one.
 
-    Args:
-        result: from engine.audit.audit.
-        folder: made if absent.
+    Raises:
+        OSError: it cannot be made, or files cannot be made in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "audit.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def write_report(result: dict[str, Any], folder: Path) -> Path:
+    """Write report.md, audit.json and the plots, over those of an earlier one; gives report.md.
+
+    Args:
+        result: from engine.audit.audit; perhaps not all of it yet, which the report says then.
+        folder: from `open_folder`.
+    """
+    text = orjson.dumps(result, option=orjson.OPT_INDENT_2, default=str)  # paths
+    (folder / "audit.json").write_bytes(text)
     repeats = result["load"]["repeats"]
     lines = [
         f"# Audit of {result['model']}",
         "",
         result["machine"],
         "",
+    ]
+    if result["missing"]:
+        names = ", ".join(f"`{name}`" for name in result["missing"])
+        lines += [f"**Cut: these were not measured to their end: {names}.**", ""]
+    lines += [
         "Each variant is the engine as configured with one switch turned over. Cold: prompts seen for",
         f"the first time. Warm: the same prompts with a new end. Medians over {repeats} repeats.",
     ]
@@ -68,6 +88,8 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
     if result["left_out"]:
         lines += ["", "## Not compared here", ""]
         lines += [f"- {switch}, because {why}" for switch, why in result["left_out"].items()]
+    lines += ["", "## As configured", ""]
+    lines += [f"- `{line}`" for line in result["configured"]]
     report = folder / "report.md"
     report.write_text("\n".join(lines) + "\n")
     return report

@@ -118,7 +118,7 @@ def _verify(folder: Path, atol: float | None) -> int:
 
 def _audit(args: argparse.Namespace) -> int:
     from engine.audit import Load, audit
-    from engine.audit_report import write_report
+    from engine.audit_report import open_folder, write_report
 
     problems: list[str] = []
     for flag, count in (("--new-tokens", args.new_tokens), ("--repeats", args.repeats)):
@@ -136,8 +136,25 @@ def _audit(args: argparse.Namespace) -> int:
     if problems:
         raise ValueError("; ".join(problems))
     load = Load(lengths, concurrency, args.new_tokens, args.repeats, limit=args.limit)
-    report = write_report(audit(args.model, options, load), args.out)
-    print(f"wrote {report}")
+    try:
+        open_folder(args.out)
+    except OSError as error:
+        why = f"{args.out} ({error.strerror})"
+        raise ValueError(f"--out: expected a folder that can be written to, got {why}") from None
+    kept: dict[str, Any] = {}
+
+    def keep(result: dict[str, Any]) -> None:
+        kept.update(result)
+        write_report(result, args.out)
+
+    try:
+        audit(args.model, options, load, keep=keep)
+    except BaseException:  # Ctrl-C after half an hour, memory that runs out
+        if kept:
+            report = write_report(kept, args.out)
+            print(f"bathyal engine audit: cut; {report} has what was measured", file=sys.stderr)
+        raise
+    print(f"wrote {args.out / 'report.md'}")
     return 0
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class Runner(Protocol):
         """Run a plan and draw one token per chunk that wants logits, in the plan's order."""
 
     def close(self) -> None:
-        """Write what was collected while serving."""
+        """Log and write what was collected while serving; `expert_stats` says all from now on."""
 
 
 class EngineCore:
@@ -104,6 +104,8 @@ class EngineCore:
         self._vocab_size = runner.vocab_size
         self._runner: Runner | None = None
         self._replay = replay or Replay()
+        # Any thread asks this, so a runner and those before it are replaced at once, not in parts.
+        self._expert_stats: Callable[[], ExpertStats] = ExpertStats
         self._scheduler = self._install(runner, salt)
         # By request id, the scores of the prompt token at each position, until its first delta.
         self._prompt_scores: dict[str, dict[int, TokenLogprob]] = {}
@@ -206,10 +208,11 @@ class EngineCore:
                 continue
             drawn = next(samples) if chunk.wants_logits else None
             scored = self._note_scores(chunk, result)
-            if chunk.request_id in misguided:
-                deltas.append(self._fail(chunk.request_id, misguided[chunk.request_id]))
-            elif not scored or (chunk.wants_logits and drawn is None):
+            if not scored or (chunk.wants_logits and drawn is None):
                 deltas.append(self._fail(chunk.request_id, _LOGITS_UNUSABLE))
+            elif chunk.request_id in misguided:
+                error = misguided[chunk.request_id]
+                deltas.append(self._fail(chunk.request_id, error, forget=False))
             elif drawn is None:
                 self._scheduler.commit(chunk, None)
             else:
@@ -238,7 +241,7 @@ class EngineCore:
             snapshots=len(scheduler.prefix),
             evictions=scheduler.prefix.num_evictions,
             speculation=self._speculation,
-            experts=ExpertStats() if self._runner is None else self._runner.expert_stats,
+            experts=self._expert_stats(),
             tail_rows=tuple((mode, *rows) for mode, rows in list(scheduler.tail_rows.items())),
         )
 
@@ -246,7 +249,7 @@ class EngineCore:
         """Serve another checkpoint of the same shape; no request may be live.
 
         Everything that follows from weights is made anew: joined and packed matrices, captured
-        decode steps, and what the prefix cache kept. Takes as long as a start.
+        decode steps, and what the prefix cache kept. Counters go on. Takes as long as a start.
 
         Args:
             path: folder of the checkpoint.
@@ -257,9 +260,9 @@ class EngineCore:
             what was built, with the seconds it took.
 
         Raises:
-            EngineError: requests are live, the engine was built without a checkpoint, the new one
-                cannot be served or differs in shape, or `in_place` is refused, with the reasons.
-                The engine serves as before.
+            EngineError: requests are live, routing is recorded, the engine was built without a
+                checkpoint, the new one cannot be served or differs in shape, or `in_place` is
+                refused, with the reasons. The engine serves as before.
         """
         runner, source = self._runner, self._source
         if in_place and runner is not None and runner.weight_locks:
@@ -271,15 +274,27 @@ class EngineCore:
             raise EngineError(
                 "weights cannot be updated: the engine was built without a checkpoint"
             )
+        if self._options.record_routing is not None:
+            raise EngineError(
+                f"weights cannot be updated: routing is recorded to {self._options.record_routing},"
+                " and a trace is of one set of weights; stop, and record the new ones from a start"
+            )
         if self.has_work:
             live = self._scheduler.num_running + self._scheduler.num_waiting
             raise EngineError(f"weights cannot be updated: expected no live request, got {live}")
         source.check(path)
+        if runner is not None:
+            runner.close()
+        counted = self._expert_stats()
+        self._expert_stats = lambda: counted
         # Both sets of weights may not fit: the old one goes first.
         runner = self._runner = None
+        self._scheduler.prefix.clear()
         built = source.rebuild(path)
         self._replay = built.replay
-        self._scheduler = self._install(built.runner, built.salt)
+        scheduler = self._install(built.runner, built.salt)
+        scheduler.continue_counts(self._scheduler)
+        self._scheduler = scheduler
         if source.path != path:
             raise EngineError(f"{path}: could not be built; the weights of {source.path} are back")
         settle()
@@ -304,8 +319,9 @@ class EngineCore:
 
     def _install(self, runner: Runner, salt: bytes) -> Scheduler:
         """Take a runner, with memory that is empty so far."""
-        options = self._options
+        options, counted = self._options, self._expert_stats()
         self._runner = runner
+        self._expert_stats = lambda: counted.plus(runner.expert_stats)
         return Scheduler(
             num_blocks=options.resolve_num_blocks(self.max_model_len),
             block_size=options.block_size,
@@ -382,12 +398,15 @@ class EngineCore:
         positions = range(request.prompt_logprobs_start, len(request.prompt_ids))
         return tuple(scores[at] if at else None for at in positions)
 
-    def _fail(self, request_id: str, error: str) -> TokenDelta:
+    def _fail(self, request_id: str, error: str, *, forget: bool = True) -> TokenDelta:
+        """End a request with an error; `forget`: and all that the prefix cache keeps."""
         state = self._scheduler.get(request_id)
         self._scheduler.remove(request_id, keep=False)
         self._prompt_scores.pop(request_id, None)
-        # What went wrong may have gone wrong before, in a state that was kept: forget them all.
-        self._scheduler.prefix.clear()
+        # What went wrong may have gone wrong before, in a state that was kept: forget them all. A
+        # guide sees tokens alone: whatever it does, the device has computed what it was to.
+        if forget:
+            self._scheduler.prefix.clear()
         return TokenDelta(
             request_id=request_id,
             token_ids=(),

@@ -13,6 +13,7 @@ with `record_routing`, read by `bathyal engine plan --trace`. Loads no torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from engine.api import EngineError
+from engine.files import usual_file
 
 FORMAT, VERSION = "bathyal-routing", "1"
 _NUMBERS = ("num_experts", "num_experts_per_tok", "num_hidden_layers")
@@ -66,8 +68,24 @@ class RoutingTrace:
         ]
 
 
+def write_problem(path: Path) -> str | None:
+    """Say what is in the way of writing a trace to a path; None where nothing is."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        return "a link that leads nowhere"
+    if target.exists():
+        if not target.is_file():
+            return "a folder" if target.is_dir() else "a device, a pipe or a socket"
+        return None if os.access(target, os.W_OK) else "a file that may not be written"
+    if not target.parent.is_dir():
+        return "a file in a folder that does not exist"
+    return (
+        None if os.access(target.parent, os.W_OK) else "a file in a folder that may not be written"
+    )
+
+
 def write_trace(path: Path, trace: RoutingTrace) -> None:
-    """Write a trace.
+    """Write a trace, as other files are written: where a link leads, with the mode it has or gets.
 
     Raises:
         OSError: the file cannot be written.
@@ -84,7 +102,8 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
     told = {"format": FORMAT, "version": VERSION} | dict(
         zip(_NUMBERS, map(str, numbers), strict=True)
     )
-    save_file(tensors, path, metadata=told)
+    with usual_file(path) as target:
+        save_file(tensors, target, metadata=told)
 
 
 def read_trace(path: Path) -> RoutingTrace:

@@ -207,6 +207,7 @@ class FastRunner:
                 self._compile(partial(rehearse, size) for size in sizes)
                 self.speculation.build()
             self._buffers.half.zero_()
+            self._begin_counts()
 
     def warm_up(self, max_batched_tokens: int) -> None:
         """Process prompts of every class of shapes, so that no request waits for a compile.
@@ -233,9 +234,16 @@ class FastRunner:
             for run in passes:
                 run()
             prompts.build()
+            self._begin_counts()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.compiles.serving()
+
+    def _begin_counts(self) -> None:
+        """Leave out of counters and the recording what was run for nobody."""
+        self._expert_counts.begin()
+        if self._recorder is not None:
+            self._recorder.begin()
 
     def _compile(self, passes: Iterable[Callable[[], object]]) -> None:
         """Have all kernels of some passes compiled at once; they run afterwards.
@@ -287,10 +295,14 @@ class FastRunner:
         Raises:
             OSError: the file cannot be written.
         """
-        for line in hit_rates(self._paged):
-            logger.info("%s", line)
-        if self._recorder is not None:
-            self._recorder.close()
+        try:
+            with torch.inference_mode():
+                self._expert_counts.settle()
+            for line in hit_rates(self._paged, self._expert_counts.by_layer()):
+                logger.info("%s", line)
+        finally:  # what was recorded is on the host, even where the device is lost
+            if self._recorder is not None:
+                self._recorder.close()
 
     def step(self, plan: StepPlan, draws: Sequence[Draw]) -> StepResult:
         """Run a plan and draw one token per chunk that wants logits.

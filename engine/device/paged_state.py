@@ -39,10 +39,14 @@ def paging_locks(layers: Sequence[PagedExperts]) -> tuple[str, ...]:
     )
 
 
-def hit_rates(layers: Sequence[PagedExperts]) -> Iterator[str]:
-    """How often each layer's experts were found on the device, one line a layer."""
-    for number, paged in enumerate(layers):
-        hits, misses = paged.counts()
+def hit_rates(layers: Sequence[PagedExperts], counts: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """How often each layer's experts were found on the device, one line a layer.
+
+    Args:
+        layers: paged experts.
+        counts: hits and misses of each.
+    """
+    for number, (paged, (hits, misses)) in enumerate(zip(layers, counts, strict=True)):
         pins = f" ({paged.num_pins} of experts that stay)" if paged.num_pins else ""
         files = "" if paged.cache is None else f"; from files {paged.cache.figures}"
         yield (

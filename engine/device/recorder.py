@@ -67,6 +67,11 @@ class RoutingRecorder:
         if len(real):
             self._steps[layer].append(Step(real.astype(np.int16), not rows.is_decode))
 
+    def begin(self) -> None:
+        """Record from now on: what was routed so far was of nobody."""
+        for steps in self._steps:
+            steps.clear()
+
     def close(self) -> None:
         """Write the file."""
         layers = tuple(map(tuple, self._steps))

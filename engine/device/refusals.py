@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.api import EngineError
 from engine.architectures import AnyConfig
@@ -15,6 +16,7 @@ from engine.expert_paging import paging_of, problems
 from engine.memory import container_memory, plan_memory
 from engine.options import DECODE_BUCKETS, EngineConfig
 from engine.plan.replay import tail_problems
+from engine.routing_trace import write_problem
 from engine.speculation import drafting_of, low_taps, speculation_problems
 
 #: Oldest GPUs whose units know FP8, which the kernels convert from.
@@ -167,12 +169,20 @@ def check_fast(
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
     for p in speculation_problems(config, options):
         found.check(False, p.what, seen=p.seen, accepted=p.accepted)
-    if options.record_routing is not None and options.graphs:
-        found.check(False, "graphs", seen="on beside record_routing", accepted="off")
-    if options.record_routing is not None and options.tail_graphs:
-        found.check(False, "tail_graphs", seen="on beside record_routing", accepted="off")
+    if options.record_routing is not None:
+        _check_recording(found, options, options.record_routing)
     found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
     found.raise_all("the fast runner")
+
+
+def _check_recording(found: Refusals, options: EngineConfig, path: Path) -> None:
+    """Note why routing cannot be recorded to a file."""
+    seen = write_problem(path)
+    accepted = "a regular file, or a new one"
+    found.check(seen is None, f"record_routing {path}", seen=seen, accepted=accepted)
+    for name in ("graphs", "tail_graphs"):
+        is_off = not getattr(options, name)
+        found.check(is_off, name, seen="on beside record_routing", accepted="off")
 
 
 def _check_memory(found: Refusals, config: AnyConfig, options: EngineConfig, gpu: Gpu) -> None:

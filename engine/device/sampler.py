@@ -81,13 +81,17 @@ def guided(draw: Draw, guide: TokenGuide, vocab_size: int) -> Draw:
         vocab_size: V.
 
     Raises:
-        EngineError: it allows no token, names one that the model does not know, or its mask has
-            another size.
+        EngineError: its answer is none of the three, it allows no token, names one that the model
+            does not know, or its mask has another size.
         Exception: whatever the guide raises.
     """
     answer = guide.next(draw.generated)
     if answer is None:
         return draw
+    # A buffer of larger elements would have the mask's length and more bytes; True is an int.
+    if isinstance(answer, bool) or not isinstance(answer, int | bytes | bytearray):
+        kind = type(answer).__name__
+        raise EngineError(f"guide: expected None, a token id or the bytes of a mask, got {kind}")
     if isinstance(answer, int):
         if not 0 <= answer < vocab_size:
             raise EngineError(f"guide: expected a token id below {vocab_size}, got {answer}")

@@ -475,6 +475,8 @@ class PagedExperts:
         """Give the host's tables to the device."""
         r = residency
         numbers = [r.step, r.hits, r.misses, 0, r.ahead, r.ahead_hits]
+        # They wrap as the device's own sums do.
+        numbers = [(number + 2**31) % 2**32 - 2**31 for number in numbers]
         for tensor, values in (
             (self.state.slot_expert, residency.slot_expert),
             (self.state.expert_slot, residency.expert_slot),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.api import listed
 from engine.config import ModelConfig
+from engine.files import usual_file
 from engine.model import quant
 from engine.model.names import (
     FP4_GROUP,
@@ -107,7 +108,7 @@ def _write_shards(path: Path, tensors: Mapping[str, Tensor], shards: int) -> Non
     for old in (*path.glob("model*.safetensors"), *path.glob("model.safetensors.index.json")):
         old.unlink()
     if shards == 1:
-        save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
+        _save(path / "model.safetensors", tensors)
         return
     names = list(tensors)
     size = -(-len(names) // shards)
@@ -115,9 +116,14 @@ def _write_shards(path: Path, tensors: Mapping[str, Tensor], shards: int) -> Non
     for number in range(shards):
         part = names[number * size : (number + 1) * size]
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, path / file, metadata={"format": "pt"})
+        _save(path / file, {name: tensors[name] for name in part})
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     file_path = path / "model.safetensors.index.json"
     file_path.write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with usual_file(path) as target:
+        save_file(dict(tensors), target, metadata={"format": "pt"})

@@ -128,6 +128,12 @@ class Scheduler:
         """Requests that hold none."""
         return len(self._waiting)
 
+    def continue_counts(self, before: Scheduler) -> None:
+        """Go on with the counters of a scheduler that this one replaces."""
+        self.num_preemptions = before.num_preemptions
+        self.tail_rows = before.tail_rows
+        self.prefix.num_evictions = before.prefix.num_evictions
+
     def get(self, request_id: str) -> RequestState:
         """Give the live request of this id.
 

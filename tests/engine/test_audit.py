@@ -11,9 +11,11 @@ import orjson
 import pytest
 
 import engine.audit
+import engine.audit_report
 from engine.api import EngineError
+from engine.architectures import read_config
 from engine.audit import Load, audit
-from engine.audit_report import write_report
+from engine.audit_report import open_folder, write_report
 from engine.cli import main
 from engine.core import EngineCore
 from engine.options import EngineConfig
@@ -31,7 +33,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_report_has_every_variant(checkpoint: Path, tmp_path: Path) -> None:
     """Tables, plots and numbers of all variants; replay's approximation shows, the cache's rounding too."""
     result = audit(checkpoint, OPTIONS, LOAD, say=lambda line: None)
+    open_folder(tmp_path / "out")
     report = write_report(result, tmp_path / "out").read_text()
+    assert "- `max_num_seqs = 4 (user)`\n" in report
+    assert "- `dtype = float32 (device is cpu)`\n" in report
+    assert "Cut" not in report
     names = ["as configured", "fast runner", "prefix cache off", "prefill exact", "prefill bounded"]
     assert list(dict.fromkeys(r["variant"] for r in result["rows"])) == names
     assert "## Not compared here" in report
@@ -148,11 +154,11 @@ def test_the_command_audits_the_engine_that_its_flags_describe(
     """Every option but one is a flag, as it is for the server; the report is of that engine."""
     given: list[EngineConfig] = []
 
-    def note(path: Path, options: EngineConfig, load: Load) -> dict[str, Any]:
+    def note(path: Path, options: EngineConfig, load: Load, keep: Any) -> None:
         given.append(options)
         assert path == checkpoint
         assert load == Load((5, 7), (2,), 3, 1, limit=60.0)
-        return {"model": "m", "machine": "", "load": {"repeats": 1}, "rows": [], "logprobs": {}, "skipped": {}, "left_out": {}}  # fmt: skip
+        keep({"model": "m", "machine": "", "load": {"repeats": 1}, "rows": [], "logprobs": {}, "skipped": {}, "left_out": {}, "missing": [], "configured": ["dtype = float32 (user)"]})  # fmt: skip
 
     monkeypatch.setattr(engine.audit, "audit", note)
     flags = "--device cpu --max-num-seqs 4 --block-size 32 --prefix-cache off --speculation auto"
@@ -164,5 +170,67 @@ def test_the_command_audits_the_engine_that_its_flags_describe(
             device="cpu", max_num_seqs=4, block_size=32, prefix_cache=False, speculation="auto"
         )
     ]
-    assert (tmp_path / "report.md").read_text().startswith("# Audit of m")
+    told = (tmp_path / "report.md").read_text()
+    assert told.startswith("# Audit of m")
+    assert "## As configured\n\n- `dtype = float32 (user)`\n" in told
     assert main(["audit", "--record-routing", "x"]) == 2
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "closed"])
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+) -> None:
+    """Whoever gives a file, or a folder of somebody else's, hears so at once."""
+    (tmp_path / "file").touch()
+    measured: list[object] = []
+    monkeypatch.setattr(engine.audit, "audit", lambda *_, **__: measured.append(1))
+
+    def closed(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    if out == "closed":  # a test may run as root, whom no mode keeps out
+        monkeypatch.setattr(engine.audit_report.tempfile, "TemporaryFile", closed)
+    assert main(["audit", "--out", str(tmp_path / out)]) == 2
+    told = capsys.readouterr().err
+    assert f"--out: expected a folder that can be written to, got {tmp_path / out} (" in told
+    assert measured == []
+
+
+def test_what_was_measured_is_kept_when_an_audit_is_cut(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the second variant: rows of the first, and what is missing, with the options asked for."""
+    measure, begun = engine.audit._rows, []
+
+    def rows(core: EngineCore, vocab: int, load: Load, end: float) -> Iterator[dict[str, Any]]:
+        begun.append(core)
+        for row in measure(core, vocab, load, end):
+            yield row
+            if len(begun) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.audit, "_rows", rows)
+    slots = tmp_path / "slots"
+    slots.write_text("3\n" * len(read_config(checkpoint).layers))  # type: ignore[union-attr]
+    out = tmp_path / "new" / "out"
+    flags = "--device cpu --lengths 20 --concurrency 1 --new-tokens 2 --repeats 1"
+    where = ["--model", str(checkpoint), "--out", str(out), "--expert-slots-file", str(slots)]
+    with pytest.raises(KeyboardInterrupt):
+        main(["audit", *where, *flags.split()])
+
+    assert f"cut; {out / 'report.md'} has what was measured" in capsys.readouterr().err
+    saved = orjson.loads((out / "audit.json").read_bytes())
+    first, second = (row["variant"] for row in saved["rows"][1:])
+    assert (first, second) == ("as configured", "lookahead off")
+    assert saved["missing"][0] == second
+    assert saved["options"]["expert_slots_file"] == str(slots)
+    assert set(saved["logprobs"]) == {second}
+    report = (out / "report.md").read_text()
+    assert "**Cut: these were not measured to their end: `lookahead off`, `" in report
+    assert f"- `expert_slots_file = {slots} (user)`" in report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from engine.api import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from engine.core import EngineCore
 from engine.device.fast_runner import FastRunner
 from engine.device.prompt_pass import PromptPass
+from engine.device.runner import ModelRunner
 from engine.model.fast import FastModel
 from engine.model.v4 import Model
 from engine.plan.step import Chunk
@@ -164,14 +166,23 @@ def _raise() -> None:
         (lambda: -1, "got -1"),
         (lambda: b"\1\0\0\0", f"expected a mask of 36 bytes for {VOCAB} tokens, got 4"),
         (lambda: bytes(36), "a mask of none"),
+        (lambda: True, "expected None, a token id or the bytes of a mask, got bool"),
+        (lambda: np.int64(3), "or the bytes of a mask, got int64"),
+        (lambda: np.full(36, -1, np.int32), "got ndarray"),
+        (lambda: memoryview(np.full(36, -1, np.int32)), "got memoryview"),
+        (lambda: "x" * 36, "got str"),
     ],
-    ids=["raises", "too large", "negative", "short", "empty"],
+    ids=[
+        *("raises", "too large", "negative", "short", "empty"),
+        *("bool", "numpy's", "wide", "wide view", "text"),
+    ],
 )
+@pytest.mark.parametrize("form", ["fast", "reference"])
 def test_a_wrong_answer_ends_that_request_alone(
-    models: tuple[FastModel, Model], answer: Callable[[], bytes | int | None], words: str
+    models: tuple[FastModel, Model], form: str, answer: Callable[[], Any], words: str
 ) -> None:
     """A guide that fails ends its request with what it did; the engine and the others go on."""
-    core = make_fast(models[0])
+    core = make_fast(models[0]) if form == "fast" else make_reference(models[1])
 
     found = serve(core, request("wrong", Answers(answer)), request("right", Turns()))
 
@@ -181,3 +192,40 @@ def test_a_wrong_answer_ends_that_request_alone(
     assert len(tokens(found["wrong"])) == 2
     assert len(tokens(found["right"])) == 12
     assert core.stats().free_blocks == core.stats().total_blocks
+
+
+@pytest.mark.parametrize("form", ["fast", "reference"])
+def test_a_guides_failure_leaves_the_prefix_cache(
+    models: tuple[FastModel, Model], form: str
+) -> None:
+    """What others have left is found afterwards, and what the failed one's prompt left is true."""
+    core = make_fast(models[0]) if form == "fast" else make_reference(models[1])
+    other = dataclasses.replace(request("other", None), prompt_ids=tuple(range(100, 140)))
+    fresh = serve(core, other, request("free", None))
+    core._scheduler.prefix.clear()
+    serve(core, other)
+
+    serve(core, request("wrong", Answers(_raise)))
+
+    found = serve(core, other, request("free", None))
+    assert {n: tokens(d) for n, d in found.items()} == {n: tokens(d) for n, d in fresh.items()}
+    for deltas in found.values():
+        assert deltas[0].usage is not None
+        assert deltas[0].usage.cached_tokens >= 16
+
+
+def test_logits_that_cannot_be_used_count_before_the_guide(
+    models: tuple[FastModel, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device is in doubt as well, that is told, and all that was kept is forgotten."""
+    core = make_reference(models[1])
+    serve(core, request("free", None))
+    assert core.stats().snapshots
+    runner = core._runner
+    assert isinstance(runner, ModelRunner)
+    monkeypatch.setattr(runner, "_draw", lambda logits, draws: [None for _ in draws])
+
+    found = serve(core, request("wrong", Answers(_raise, after=0)))
+
+    assert "no usable probabilities" in str(found["wrong"][-1].error)
+    assert core.stats().snapshots == 0

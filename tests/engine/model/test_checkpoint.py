@@ -32,6 +32,7 @@ def test_what_is_written_is_read_back(tmp_path, make, shards, storage):
 
     assert checkpoint.problems() == []
     assert len(list(tmp_path.glob("*.safetensors"))) == shards
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "all as the config is"
     specs = names.tensor_specs(checkpoint.config)
     assert set(tensors) == set(specs)
     for name, want in tensors.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from engine.paging_plan import ITEMSIZE, Wish, answer, split
 from engine.plan.paging import learn
 from engine.plan.residency import Residency
 from engine.resolve import facts_of, resolve
-from engine.routing_trace import RoutingTrace, Step, read_trace, write_trace
+from engine.routing_trace import RoutingTrace, Step, read_trace, write_problem, write_trace
 from tests.engine.paging.checkpoints import CONFIG, write_qwen
 from tests.engine.paging.test_serving import greedy, load, runner_of
 
@@ -59,6 +61,53 @@ def test_a_trace_comes_back(tmp_path_factory, flags: list[list[bool]], seed: int
     for got, want in zip(back.layers, layers, strict=True):
         assert [s.prompt for s in got] == [s.prompt for s in want]
         assert all(np.array_equal(a.experts, b.experts) for a, b in zip(got, want, strict=True))
+
+
+def test_a_trace_is_written_where_a_link_leads_and_as_other_files_are(tmp_path: Path) -> None:
+    """The link stays one, a new file has the mode of all new ones, an old one keeps its own."""
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    before = os.umask(0o027)
+    try:
+        write_trace(link, skewed(1, 4, 2, 3))
+    finally:
+        os.umask(before)
+    assert link.is_symlink()
+    assert len(read_trace(file).layers[0]) == 4
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    file.chmod(0o604)
+    write_trace(link, skewed(1, 4, 2, 7))
+    assert len(read_trace(file).layers[0]) == 8
+    assert stat.S_IMODE(file.stat().st_mode) == 0o604
+
+
+def test_what_cannot_be_written_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices, pipes, folders and links to nowhere are refused before anything is served."""
+    loop, lost, pipe = tmp_path / "loop", tmp_path / "lost", tmp_path / "pipe"
+    loop.symlink_to(loop)
+    lost.symlink_to(tmp_path / "no" / "file")
+    os.mkfifo(pipe)
+    device = "a device, a pipe or a socket"
+    for path, told in (
+        (Path("/dev/null"), device),
+        (pipe, device),
+        (tmp_path, "a folder"),
+        (loop, "a link that leads nowhere"),
+        (lost, "a file in a folder that does not exist"),
+    ):
+        with pytest.raises(EngineError) as error:
+            load(TINY_CHECKPOINT, record_routing=path)
+        want = f"record_routing {path}: expected a regular file, or a new one, got {told}"
+        assert want in str(error.value)
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.touch()
+    assert write_problem(old) is None
+    assert write_problem(new) is None
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert write_problem(old) == "a file that may not be written"
+    assert write_problem(new) == "a file in a folder that may not be written"
 
 
 @pytest.mark.parametrize(

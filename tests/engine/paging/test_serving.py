@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from engine import TINY_CHECKPOINT
-from engine.api import EngineError, ExpertStats, FinishReason, GenerateRequest, SamplingParams
+from engine.api import (
+    EngineError,
+    EngineStats,
+    ExpertStats,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+)
 from engine.config import ModelConfig
 from engine.core import EngineCore, load_engine
+from engine.device.build import Built
 from engine.device.fast_runner import FastRunner
 from engine.device.graphs import GraphCache
 from engine.device.seals import Seals
+from engine.kernels.paging import HITS, MISSES
 from engine.model.experts import PagedExperts
 from engine.options import EngineConfig
 from engine.routing_trace import read_trace
@@ -126,6 +135,78 @@ def test_stats_say_what_the_tables_counted(qwen: Path) -> None:
     resident = load(qwen)
     greedy(resident, PROMPTS[1:])
     assert resident.stats().experts == ExpertStats()
+
+
+@pytest.mark.parametrize("path", [None, TINY_CHECKPOINT], ids=["qwen", "v4.1"])
+def test_counts_and_recording_begin_with_the_first_request(
+    qwen: Path, tmp_path: Path, path: Path | None
+) -> None:
+    """What a start runs for nobody is neither counted nor recorded."""
+    file = tmp_path / "trace"
+    core = load(path or qwen, expert_slots=3, record_routing=file)
+    assert core.stats().experts == ExpertStats()
+
+    runner_of(core).warm_up(16)
+
+    assert runner_of(core).paged[0].counts() != (0, 0), "nothing was run"
+    assert core.stats().experts == ExpertStats()
+    greedy(core, PROMPTS[1:2], 3)
+    found = core.stats().experts
+    core.close()
+    trace = read_trace(file)
+    for steps in trace.layers:
+        assert sum(len(step.experts) for step in steps if step.prompt) == 30
+    assert found.waves >= sum(map(len, trace.layers))
+
+
+def test_counters_that_wrap_go_on(qwen: Path) -> None:
+    """The tables' counters have 32 bits; what is told goes on past them, by waves of both kinds."""
+    core = load(qwen, expert_slots=3)
+    want = greedy(core, PROMPTS[1:])
+    before, served = core.stats().experts, load(qwen, expert_slots=3)
+    runner = runner_of(served)
+    for one in runner.paged:
+        one.state.counters[HITS] = one.state.counters[MISSES] = 2**31 - 3
+    runner._expert_counts.begin()
+
+    assert greedy(served, PROMPTS[1:]) == want
+
+    assert served.stats().experts == before
+    assert all(min(one.counts()) < 0 for one in runner.paged), "nothing wrapped"
+
+
+def test_counters_go_on_over_an_update(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that counts goes back, at no moment; the runner that goes says how it fared."""
+    core = load(qwen, expert_slots=3, num_blocks=6)
+    run(core, requests(random.Random(0), 24))
+    before, source = core.stats(), core._source
+    assert before.evictions * before.preemptions * before.experts.hits > 0
+    assert before.tail_rows != ()
+    assert source is not None
+    seen: list[EngineStats] = []
+    rebuild = source.rebuild
+
+    def watched(path: Path) -> Built:
+        seen.append(core.stats())
+        return rebuild(path)
+
+    source.rebuild = watched  # type: ignore[method-assign]
+    with caplog.at_level("INFO"):
+        core.update_weights(qwen)
+    seen.append(core.stats())
+
+    kept = before.snapshots
+    for stats in seen:
+        gone = dataclasses.replace(
+            before, evictions=before.evictions + kept, snapshots=0, cached_blocks=0
+        )
+        assert stats == gone
+    assert len([line for line in caplog.messages if "hit rate" in line]) == 3
+    run(core, requests(random.Random(0), 24))
+    after = core.stats()
+    assert after.preemptions > before.preemptions
+    assert after.experts.waves > before.experts.waves
+    assert after.tail_rows > before.tail_rows
 
 
 @pytest.mark.parametrize("slots", [2, 5])
@@ -385,3 +466,34 @@ def test_recorded_routing_is_what_steps_were_routed_to(qwen: Path, tmp_path: Pat
         assert 4 <= len([step for step in steps if not step.prompt]) <= 6
     with pytest.raises(EngineError, match="runner: expected fast, got reference beside record_"):
         load(TINY_CHECKPOINT, record_routing=file, runner="reference")
+
+
+def test_a_trace_is_of_one_set_of_weights(qwen: Path, tmp_path: Path) -> None:
+    """While routing is recorded an update is refused, and what was recorded stays."""
+    file = tmp_path / "trace.safetensors"
+    core = load(qwen, record_routing=file)
+    tokens = greedy(core, [PROMPTS[1]], 5)
+    with pytest.raises(EngineError, match=r"routing is recorded to .*trace\.safetensors, and a"):
+        core.update_weights(qwen)
+    assert greedy(core, [PROMPTS[1]], 5) == tokens
+    core.close()
+    for steps in read_trace(file).layers:
+        assert sum(len(step.experts) for step in steps if step.prompt) > 30
+        assert len([step for step in steps if not step.prompt]) >= 8
+
+
+def test_what_was_recorded_is_written_although_the_device_is_lost(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of paged experts cannot be read then; the trace is on the host."""
+    file = tmp_path / "trace.safetensors"
+    core = load(qwen, record_routing=file, expert_slots=3)
+    greedy(core, [PROMPTS[1]], 5)
+
+    def lost() -> None:
+        raise RuntimeError("the device does not answer")
+
+    monkeypatch.setattr(runner_of(core)._expert_counts, "settle", lost)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        core.close()
+    assert len(read_trace(file).layers) == 3
