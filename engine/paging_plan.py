@@ -274,8 +274,7 @@ def _host_gb(plan: SlotPlan, experts: Experts, wish: Wish) -> int:
     whole = wish.host_bytes // GB
     slots = {layer: k for layer, k in enumerate(plan.slots) if k < experts.count}
     pins = {layer: some for layer, some in enumerate(plan.pins) if some and layer in slots}
-    options = EngineConfig(expert_host_gb=max(1, whole))
-    problem = host_gb_problem(Paging(slots, experts, whole * GB, pins), options, None)
+    problem = host_gb_problem(Paging(slots, experts, whole * GB, pins), whole, None)
     if problem is None and whole:
         return whole
     accepted = (

@@ -236,7 +236,7 @@ def test_room_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.M
         load(path, expert_slots=4, expert_host_gb=1, expert_prefetch=True)
     options = EngineConfig(expert_slots=4, expert_host_gb=1)
     assert paging_of(config, options, 4).uses_disk
-    assert host_gb_problem(paging_of(config, options, 4), options, 10 * nbytes) is not None
+    assert host_gb_problem(paging_of(config, options, 4), 1, 10 * nbytes) is not None
 
 
 def test_sizes_of_experts_are_those_of_their_bytes(tmp_path: Path) -> None:
