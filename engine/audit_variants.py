@@ -69,7 +69,7 @@ def compare(
         found[f"lookahead {_other(now.lookahead)}"] = turned(lookahead=not now.lookahead)
     else:
         left["lookahead"] = _NOT_OF_REFERENCE
-    paged = bool(paging_of(config, now, now.itemsize).slots)
+    paged = paging_of(config, now, now.itemsize).is_paged
     experts = experts_of(config, now.itemsize)
     slots = max(experts.per_row, experts.count // 2)
     paging = "paged experts and their prefetch"

@@ -226,7 +226,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.context is not None and args.context > most:
         problems.append(f"--context: the model's context is {most} tokens, got {args.context}")
     paged = args.paged or args.trace is not None
-    problems += _beside_paging(args) if paged else _beside_residents(args, config)
+    problems += _paging_problems(args) if paged else _beside_residents(args, config)
     if problems:
         raise ValueError("; ".join(problems))
     if paged:
@@ -255,8 +255,15 @@ def _plan(args: argparse.Namespace) -> int:
     return _print_plan(plan)
 
 
-def _beside_paging(args: argparse.Namespace) -> Iterator[str]:
-    """Say what of the flags does not go with a plan of slots."""
+def _paging_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Say what a plan of slots lacks, and what of the flags does not go with it."""
+    sizes = (
+        ("--gpu-gb", args.gpu_gb is not None),
+        ("--host-gb", args.host_gb is not None or container_memory() is not None),
+    )
+    for flag, known in sizes:
+        if not known:
+            yield f"{flag}: expected gigabytes for a plan of slots, got none"
     if args.speculation != "off":
         yield f"--speculation: expected off beside paged experts, got {args.speculation}"
     if args.tail_graphs:
@@ -283,14 +290,13 @@ def _beside_residents(args: argparse.Namespace, config: AnyConfig) -> Iterator[s
 
 
 def _plan_slots(args: argparse.Namespace, config: AnyConfig) -> int:
-    from engine.paging_plan import Wish, report
+    from engine.paging_plan import Wish
+    from engine.paging_report import report
     from engine.routing_trace import read_trace
 
     limit = container_memory()
     host = limit if args.host_gb is None else int(args.host_gb * 1e9)
-    if host is None or args.gpu_gb is None:
-        flag = "--host-gb" if host is None else "--gpu-gb"
-        raise ValueError(f"{flag}: expected gigabytes for a plan of slots, got none")
+    assert host is not None  # or _paging_problems has said so
     wish = Wish(
         gpu_bytes=int(args.gpu_gb * 1e9),
         host_bytes=host,
@@ -298,7 +304,8 @@ def _plan_slots(args: argparse.Namespace, config: AnyConfig) -> int:
         concurrency=args.concurrency or EngineConfig().max_num_seqs,
     )
     trace = None if args.trace is None else read_trace(args.trace)
-    for line in report(config, trace, wish, args.out):
+    model = None if args.model == TINY_CHECKPOINT else args.model
+    for line in report(config, trace, wish, args.out, model):
         print(line)
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.options import EngineConfig
+from engine.options import EngineConfig, shown
 from engine.qwen3_config import Qwen3Config
 
 #: Bytes of the unit that expert_host_gb counts in.
@@ -72,6 +72,14 @@ class Paging:
     pins: dict[int, tuple[int, ...]]
 
     @property
+    def is_paged(self) -> bool:
+        """Whether some layer's experts are not all on the device.
+
+        The one rule, whoever asks: options that give every expert a slot page nothing.
+        """
+        return bool(self.slots)
+
+    @property
     def rooms(self) -> dict[int, int]:
         """Slots of each paged layer that pinned experts leave to the others."""
         return {layer: k - len(self.pins.get(layer, ())) for layer, k in self.slots.items()}
@@ -98,9 +106,20 @@ class Paging:
         return self.host_rows != self._needs
 
     @property
+    def disk_nbytes(self) -> int:
+        """Bytes of them that are in the checkpoint's files alone."""
+        return sum(self._needs.values()) * self.experts.nbytes - self.host_nbytes
+
+    @property
+    def uses_stream(self) -> bool:
+        """Whether experts of long prompts pass through buffers: those of layers that need no file."""
+        rows, needs = self.host_rows, self._needs
+        return any(rows[layer] == need for layer, need in needs.items())
+
+    @property
     def most_captured_rows(self) -> int | None:
         """Rows of the largest decode step that can be captured; None where nothing is paged."""
-        if not self.slots:
+        if not self.is_paged:
             return None
         return 0 if self.uses_disk else min(self.rooms.values()) // self.experts.per_row
 
@@ -222,7 +241,8 @@ def problems(
         for name in ("resident_layers", "expert_host_gb", "expert_prefetch"):
             value = getattr(options, name)
             if value:
-                yield Problem(name, value, "nothing without expert_slots or expert_slots_file")
+                accepted = "nothing without expert_slots or expert_slots_file"
+                yield Problem(name, shown(value), accepted)
         return
     if single is not None and file is not None:
         yield Problem("expert_slots", f"{single} beside {file}", "one of both")
@@ -248,20 +268,20 @@ def problems(
                 wrong = list(_pin_problems(f"{where}, pinned experts", line, experts))
                 unusable = unusable or bool(wrong)
                 yield from wrong
-    if options.runner == "reference":
+    found = paging_of(config, options, itemsize)
+    if options.runner == "reference" and found.is_paged:
         yield Problem("runner", "reference beside paged experts", "fast")
     if unusable:  # what the host is to hold is not known
         return
-    found = paging_of(config, options, itemsize)
-    if problem := host_gb_problem(found, options, host_limit):
+    if problem := host_gb_problem(found, options.expert_host_gb, host_limit):
         yield problem
-    if options.expert_prefetch and found.slots and found.uses_disk:
+    if options.expert_prefetch and found.uses_disk:
         yield Problem(
             "expert_prefetch",
             "on beside experts in files",
             "off: what a step reads from files is decided on the host",
         )
-    if options.graphs and found.slots and found.uses_disk:
+    if options.graphs and found.uses_disk:
         yield Problem(
             "graphs",
             "on beside experts in files",
@@ -293,8 +313,14 @@ def _some(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
 
 
-def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None) -> Problem | None:
-    """Say what is wrong with the host's share, if anything is; arguments as in problems."""
+def host_gb_problem(found: Paging, given: int | None, host_limit: int | None) -> Problem | None:
+    """Say what is wrong with the host's share, if anything is.
+
+    Args:
+        found: what is paged.
+        given: gigabytes of that share; None for no limit.
+        host_limit: as in problems.
+    """
     experts = found.experts
     # Of more slots than experts another line tells.
     rooms = {layer: min(room, experts.count) for layer, room in found.rooms.items()}
@@ -303,14 +329,14 @@ def host_gb_problem(found: Paging, options: EngineConfig, host_limit: int | None
         least = -(-max(most, 2) * len(found.slots) * experts.nbytes // GB)
         return Problem(
             "expert_host_gb",
-            options.expert_host_gb,
+            given,
             f"{least} or above, room for {most} experts of {experts.nbytes:,} bytes in each of"
             f" {len(found.slots)} layers",
         )
     if host_limit is not None and found.host_nbytes > host_limit:
         return Problem(
             "expert_host_gb",
-            f"{options.expert_host_gb or 'no limit'}, which takes {found.host_nbytes:,} bytes",
+            f"{given or 'no limit'}, which takes {found.host_nbytes:,} bytes",
             f"less than the {host_limit:,} bytes this process may use; more slots, resident"
             " layers or pinned experts need less",
         )

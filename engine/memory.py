@@ -18,6 +18,7 @@ from pathlib import Path
 from engine import qwen3_memory
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
+from engine.expert_paging import paging_of
 from engine.memory_items import Item, step_buffers
 from engine.model.names import (
     DSPARK_UNUSED,
@@ -297,7 +298,8 @@ def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
     """What captured tails of prompts hold (engine.device.tail_graphs): a GPU's, in bfloat16."""
     tail, wanted = tail_of(config), options.tail_graphs
     if wanted is None:
-        wanted = options.prefill == "bounded" and options.graphs is not False
+        paged = paging_of(config, options, 2).is_paged
+        wanted = options.prefill == "bounded" and options.graphs is not False and not paged
     buckets = [bucket for bucket in TAIL_BUCKETS if bucket <= context]
     if not wanted or tail is None or context <= tail.window or not buckets:
         return
@@ -328,7 +330,7 @@ def _prompt_graphs(
     """What captured passes over prompts hold (engine.device.prompt_graphs)."""
     on_gpu = itemsize == 2 and options.device != "cpu"
     wanted = on_gpu if options.graphs is None else options.graphs
-    paged = options.expert_slots is not None or options.expert_slots_file is not None
+    paged = paging_of(config, options, itemsize).is_paged
     longest = min(context, options.resolve_max_batched_tokens(on_gpu=on_gpu))
     buckets = [bucket for bucket in PROMPT_BUCKETS if bucket <= longest]
     if not wanted or paged or not buckets:

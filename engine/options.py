@@ -377,6 +377,13 @@ def rule_of(name: str) -> Rule:
     return found
 
 
+def shown(value: Any) -> str:
+    """Give a value of an option as a command line or a log line has it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unset" if value is None else str(value)
+
+
 def buckets_up_to(most: int, buckets: Sequence[int] = DECODE_BUCKETS) -> tuple[int, ...]:
     """Buckets needed for up to `most` rows: those below, and the first that holds them."""
     ordered = sorted(buckets)

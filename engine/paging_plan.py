@@ -1,45 +1,37 @@
-"""`bathyal engine plan --paged`: how many slots each layer's experts get, and what that costs.
+"""How many slots each layer's experts get on one machine: what `bathyal engine plan --paged` answers.
 
 The GPU is split between what every token needs (weights that are not routed experts, KV for the
 context and concurrency asked for, buffers of decode steps), a reserve, and slots; what is left for
 slots goes to the layers where the recorded routing misses most (engine.plan.paging), or in equal parts
 to all where none was recorded. Experts that the recorded routing asks for most often stay in slots, if
-that costs no hit or the host has no room for them. The table says what more or less context or concurrency would cost, in
-slots and in misses. Loads no torch.
+that costs no hit or the host has no room for them. Where all experts fit beside what their engine
+takes, nothing is paged. Loads no torch; told by engine.paging_report.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from engine.api import EngineError
 from engine.architectures import AnyConfig
 from engine.expert_paging import (
     GB,
     Experts,
-    LayerSlots,
     Paging,
+    Problem,
     buffer_experts,
     experts_of,
     host_gb_problem,
-    write_slots,
 )
 from engine.memory import plan_memory
 from engine.memory_items import ROUTED
 from engine.options import EngineConfig
-from engine.plan.paging import LayerHits, SlotPlan, even, learn, solve
-from engine.routing_trace import RoutingTrace
+from engine.plan.paging import LayerHits, SlotPlan, even, solve
 
-#: Bytes per second at which kernels read pinned memory over PCIe 5 x16, measured on an H200.
-BUS = 51e9
 #: Bytes of an element on the GPU.
 ITEMSIZE = 2
-#: Multiples of the context and of the concurrency asked for that the table shows.
-FACTORS = ((0.5, 1.0), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +59,11 @@ class Split:
         weights: all but routed experts.
         kv: of the requests.
         steps: buffers of decode steps, and what a pass over prompts takes.
-        stream: buffers that experts of long prompts pass through.
+        stream: buffers that experts of long prompts pass through; none where all are on the GPU or
+            the host reads them from files.
         reserve: for activations, the allocator and kernels.
         experts: what is left; below 0 where nothing is.
+        is_paged: whether this is the GPU of paged experts.
     """
 
     weights: int
@@ -78,19 +72,28 @@ class Split:
     stream: int
     reserve: int
     experts: int
+    is_paged: bool
 
 
-def split(config: AnyConfig, wish: Wish) -> Split:
+def split(config: AnyConfig, wish: Wish, *, paged: bool = True, stream: bool = True) -> Split:
     """Split the GPU by a wish.
+
+    Args:
+        config: of the model.
+        wish: of the user.
+        paged: whether experts are; short passes over prompts are captured where they are not.
+        stream: whether those of long prompts pass through buffers, where they are.
 
     Raises:
         EngineError: the context exceeds the model's.
     """
+    experts = experts_of(config, ITEMSIZE)
     options = EngineConfig(
         max_model_len=wish.context,
         max_num_seqs=wish.concurrency,
         max_batched_tokens=max(8192, wish.concurrency + 1),
-        num_blocks=wish.concurrency * -(-wish.context // EngineConfig().block_size),
+        num_blocks=blocks_of(wish),
+        expert_slots=experts.per_row if paged else None,
     )
     plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=wish.gpu_bytes, packed=True)
     sums = {
@@ -99,10 +102,16 @@ def split(config: AnyConfig, wish: Wish) -> Split:
     }
     weights = sums["weights"] - sum(item.nbytes for item in plan.items if item.what == ROUTED)
     kv, steps = sums["slots"] + sums["blocks"], sums["steps"] + sums["prompts"]
-    experts = experts_of(config, ITEMSIZE)
-    stream = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
-    left = wish.gpu_bytes - weights - kv - steps - stream - plan.reserve
-    return Split(weights, kv, steps, stream, plan.reserve, left)
+    buffers = 0
+    if paged and stream:
+        buffers = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
+    left = wish.gpu_bytes - weights - kv - steps - buffers - plan.reserve
+    return Split(weights, kv, steps, buffers, plan.reserve, left, paged)
+
+
+def blocks_of(wish: Wish) -> int:
+    """Blocks for all requests at full context at once."""
+    return wish.concurrency * -(-wish.context // EngineConfig().block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +122,17 @@ class Answer:
         wish: whose.
         split: of the GPU.
         plan: slots by layer; None where they do not fit.
+        paging: what the engine makes of it; None without a plan.
         why: what does not fit; "" where all does.
-        disk_bytes: experts that are in files alone.
+        problem: what the engine refuses of the host's share; None where it takes the plan.
     """
 
     wish: Wish
     split: Split
     plan: SlotPlan | None
+    paging: Paging | None = None
     why: str = ""
-    disk_bytes: int = 0
+    problem: Problem | None = None
 
 
 def answer(config: AnyConfig, learnt: Sequence[LayerHits] | None, wish: Wish) -> Answer:
@@ -133,197 +144,96 @@ def answer(config: AnyConfig, learnt: Sequence[LayerHits] | None, wish: Wish) ->
         wish: of the user.
     """
     experts = experts_of(config, ITEMSIZE)
-    found = split(config, wish)
-    gpu = max(0, found.experts) // experts.nbytes
     host = wish.host_bytes // experts.nbytes
-
-    def slots(host_experts: int, rows: int) -> SlotPlan:
-        sizes = {
-            "num_experts": experts.count,
-            "per_row": experts.per_row,
-            "gpu_experts": gpu,
-            "host_experts": host_experts,
-        }
-        if learnt is None:
-            return even(experts.layers, **sizes)
-        return solve(learnt, **sizes, beside_pins=rows * experts.per_row)
-
+    found = split(config, wish, paged=False)
+    if found.experts >= experts.layers * experts.count * experts.nbytes:
+        plan = _solve(experts, learnt, found, host, wish.concurrency)
+        return Answer(wish, found, plan, _paging(plan, experts, None))
+    found = split(config, wish)
     why = ""
     # Pinned experts leave room for captured steps of all requests; less only where nothing fits else.
     for rows in (wish.concurrency, 1):
         try:
-            return Answer(wish, found, slots(host, rows))
+            plan = _solve(experts, learnt, found, host, rows)
         except EngineError as error:
             why = why or str(error)
-    try:
-        plan = slots(experts.layers * experts.count, wish.concurrency)
-    except EngineError:
-        return Answer(wish, found, None, why)
-    missing = (plan.host_experts - host) * experts.nbytes
-    return Answer(wish, found, plan, why, missing)
+        else:
+            return Answer(wish, found, plan, _paging(plan, experts, None))
+    return _from_files(config, learnt, wish, why)
 
 
-def check_trace(trace: RoutingTrace, experts: Experts) -> None:
-    """Refuse a trace of another model, or of too little.
+def _from_files(
+    config: AnyConfig, learnt: Sequence[LayerHits] | None, wish: Wish, why: str
+) -> Answer:
+    """Solve for a wish whose experts the host has no room for, as `why` says."""
+    experts = experts_of(config, ITEMSIZE)
+    total = experts.layers * experts.count
+    host_gb = wish.host_bytes // GB  # the engine takes whole ones
+    rows = host_gb * GB // (experts.layers * experts.nbytes)
+    # The host must have room for as many experts of a layer as there are slots: if need be, fewer.
+    for most in (None, max(experts.per_row, rows)):
+        # Mostly no layer's experts pass through buffers: those that are read from files do not.
+        for stream in (False, True):
+            found = split(config, wish, stream=stream)
+            try:
+                plan = _solve(experts, learnt, found, total, wish.concurrency, most)
+            except EngineError:
+                return Answer(wish, found, None, why=f"{why}; {_taken(found, wish)}")
+            paging = _paging(plan, experts, host_gb)
+            if stream or not paging.uses_stream:
+                break
+        problem = host_gb_problem(paging, host_gb, None)
+        if problem is None:
+            return Answer(wish, found, plan, paging, why)
+    return Answer(wish, found, None, paging, why, problem)
 
-    Raises:
-        EngineError: it is; says what was expected.
-    """
-    for what, wanted, got in (
-        ("experts", experts.count, trace.num_experts),
-        ("experts a token is routed to", experts.per_row, trace.per_row),
-        ("layers", experts.layers, len(trace.layers)),
-    ):
-        if wanted != got:
-            raise EngineError(f"trace: {what}: expected the model's {wanted}, got {got}")
-    fewest = min(sum(not step.prompt for step in steps) for steps in trace.layers)
-    if fewest < 2:
-        raise EngineError(f"trace: expected decode steps of every layer, got {fewest} in one")
 
-
-def report(
-    config: AnyConfig, trace: RoutingTrace | None, wish: Wish, out: Path | None
-) -> Iterator[str]:
-    """Give the lines of the command; writes the slots if `out` says where.
+def _solve(
+    experts: Experts,
+    learnt: Sequence[LayerHits] | None,
+    found: Split,
+    host_experts: int,
+    rows: int,
+    most: int | None = None,
+) -> SlotPlan:
+    """Give each layer its slots.
 
     Args:
-        config: of the model.
-        trace: routing that was recorded; None for as many slots in every paged layer.
-        wish: of the user.
-        out: file for `expert_slots_file`.
+        experts: of the model.
+        learnt: as in answer.
+        found: what there is room for on the GPU.
+        host_experts: experts that the host has room for.
+        rows: requests of the steps that pinned experts leave room for.
+        most: slots of a layer that is not whole; None for no limit.
 
     Raises:
-        EngineError: the trace is of another model, or nothing fits.
-        OSError: the file cannot be written.
+        EngineError: they do not fit together; says what is missing.
     """
-    experts = experts_of(config, ITEMSIZE)
-    if trace is not None:
-        check_trace(trace, experts)
-    steps = None if trace is None else trace.decode_steps()
-    learnt = None if steps is None else learn(steps, experts.count)
-    # Layers have about as many steps as each other.
-    count = max(1, min(map(len, steps))) if steps else 0
-    own = answer(config, learnt, wish)
-    yield (
-        f"experts   {experts.layers} layers of {experts.count}, {experts.nbytes:,} bytes each,"
-        f" {experts.layers * experts.count * experts.nbytes / 1e9:.1f} GB in all;"
-        f" a token takes {experts.per_row}"
-    )
-    s = own.split
-    yield f"gpu       {wish.gpu_bytes:>18,}  --gpu-gb"
-    for what, nbytes in (
-        ("weights", s.weights),
-        ("kv", s.kv),
-        ("steps", s.steps),
-        ("stream", s.stream),
-        ("reserve", s.reserve),
-        ("slots", s.experts),
-    ):
-        yield f"  {what:<8}{nbytes:>18,}"
-    yield f"host      {wish.host_bytes:>18,}  for experts"
-    if own.plan is None:
-        raise EngineError(own.why)
-    plan = own.plan
-    if own.why:
-        yield f"files     {own.disk_bytes:>18,}  the host has no room for them: {own.why}"
-    if plan.num_pins:
-        saved = plan.num_pins * experts.nbytes
-        yield f"  saved   {saved:>18,}  by {plan.num_pins} experts that stay on the GPU"
-    yield from _layers(plan)
-    if trace is None:
-        yield "hit rate  not known without --trace"
-    else:
-        yield f"hit rate  {plan.hit_rate:.4f} of {plan.lookups:,} lookups of the trace"
-    yield f"captured  decode steps of {_captured(plan, experts)} requests"
-    yield ""
-    yield "context  requests  kv GB  slots GB  layers whole  hit rate  MB a step  ms a step"
-    for other in _others(wish):
-        yield _row(config, learnt, count, other)
-    yield f"(ms a step: what is missed, at {BUS / 1e9:.0f} GB/s)"
-    if out is not None:
-        host = f" --expert-host-gb {_host_gb(plan, experts, wish)}" if own.why else ""
-        pins = plan.pins or ((),) * len(plan.slots)
-        write_slots(out, [LayerSlots(k, some) for k, some in zip(plan.slots, pins, strict=True)])
-        block = EngineConfig().block_size
-        yield (
-            f"wrote {out}: serve with --expert-slots-file {out}{host}"
-            f" --max-model-len {wish.context} --max-num-seqs {wish.concurrency}"
-            f" --num-blocks {wish.concurrency * -(-wish.context // block)}"
-        )
+    total = experts.layers * experts.count
+    room = max(0, found.experts) // experts.nbytes
+    if found.is_paged:  # captured prompts, which this split leaves out, come with all of them
+        room = min(room, total - 1)
+    sizes: dict[str, Any] = {
+        "num_experts": experts.count,
+        "per_row": experts.per_row,
+        "gpu_experts": room,
+        "host_experts": host_experts,
+        "most_slots": most,
+    }
+    if learnt is None:
+        return even(experts.layers, **sizes)
+    return solve(learnt, **sizes, beside_pins=rows * experts.per_row)
 
 
-def _others(wish: Wish) -> list[Wish]:
-    """Wishes of the table, each once: less than one request, or than two tokens, there is not."""
-    found = (
-        dataclasses.replace(
-            wish,
-            context=max(2, int(wish.context * context)),
-            concurrency=max(1, int(wish.concurrency * concurrency)),
-        )
-        for context, concurrency in FACTORS
-    )
-    return list(dict.fromkeys(found))
-
-
-def _host_gb(plan: SlotPlan, experts: Experts, wish: Wish) -> int:
-    """Say what `expert_host_gb` is to be, where the rest of the experts is in files.
-
-    Raises:
-        EngineError: the engine counts in whole GB, and takes none of those that the host has.
-    """
-    whole = wish.host_bytes // GB
+def _paging(plan: SlotPlan, experts: Experts, host_gb: int | None) -> Paging:
+    """What the engine makes of a plan, with `expert_host_gb` beside it."""
     slots = {layer: k for layer, k in enumerate(plan.slots) if k < experts.count}
     pins = {layer: some for layer, some in enumerate(plan.pins) if some and layer in slots}
-    options = EngineConfig(expert_host_gb=max(1, whole))
-    problem = host_gb_problem(Paging(slots, experts, whole * GB, pins), options, None)
-    if problem is None and whole:
-        return whole
-    accepted = (
-        "1 or above, since the engine takes whole GB" if problem is None else problem.accepted
-    )
-    raise EngineError(
-        f"--host-gb: experts that the host has no room for are read from files: expected {accepted};"
-        f" got {wish.host_bytes / GB:g}"
-    )
+    return Paging(slots, experts, None if host_gb is None else host_gb * GB, pins)
 
 
-def _layers(plan: SlotPlan) -> Iterator[str]:
-    """Slots by layer, a line for each run of layers with as many and the same experts that stay."""
-    lines = list(itertools.zip_longest(plan.slots, plan.pins, fillvalue=()))
-    begin = 0
-    for layer in range(1, len(lines) + 1):
-        if layer < len(lines) and lines[layer] == lines[begin]:
-            continue
-        k, pins = lines[begin]
-        name = str(begin) if layer == begin + 1 else f"{begin}-{layer - 1}"
-        whole = ", whole on the GPU" if k == plan.num_experts else ""
-        stay = f", {len(pins)} of experts that stay: {' '.join(map(str, pins))}" if pins else ""
-        yield f"  layer {name:<8}{k:>5} slots{whole}{stay}"
-        begin = layer
-
-
-def _captured(plan: SlotPlan, experts: Experts) -> str:
-    pins = plan.pins or ((),) * len(plan.slots)
-    paged = [
-        k - len(some) for k, some in zip(plan.slots, pins, strict=True) if k < plan.num_experts
-    ]
-    return f"up to {min(paged) // experts.per_row}" if paged else "any number of"
-
-
-def _row(config: AnyConfig, learnt: Sequence[LayerHits] | None, steps: int, wish: Wish) -> str:
-    """Give one line of the table; `steps` of a layer were recorded."""
-    head = f"{wish.context:>7}  {wish.concurrency:>8}"
-    if wish.context > config.max_position_embeddings:
-        return f"{head}  beyond the model's {config.max_position_embeddings} tokens of context"
-    found = answer(config, learnt, wish)
-    kv = f"{found.split.kv / 1e9:>5.1f}"
-    if found.plan is None:
-        return f"{head}  {kv}  does not fit"
-    plan, nbytes = found.plan, experts_of(config, ITEMSIZE).nbytes
-    whole = sum(k == plan.num_experts for k in plan.slots)
-    files = f"  {found.disk_bytes / 1e9:.1f} GB in files" if found.why else ""
-    head = f"{head}  {kv}  {plan.gpu_experts * nbytes / 1e9:>8.1f}  {whole:>12}"
-    if learnt is None:
-        return f"{head}  {'-':>8}  {'-':>9}  {'-':>9}{files}"
-    moved = plan.misses / steps * nbytes
-    return f"{head}  {plan.hit_rate:>8.4f}  {moved / 1e6:>9.1f}  {moved / BUS * 1e3:>9.3f}{files}"
+def _taken(found: Split, wish: Wish) -> str:
+    """Say who else has the GPU, for a refusal."""
+    owners = ("weights", "kv", "steps", "stream", "reserve")
+    each = ", ".join(f"{owner} {getattr(found, owner):,}" for owner in owners)
+    return f"of the GPU's {wish.gpu_bytes:,} bytes others take: {each}"

@@ -17,7 +17,7 @@ from engine.architectures import AnyConfig
 from engine.config import ModelConfig
 from engine.expert_paging import paging_of
 from engine.memory import blocks_for_gpu
-from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of
+from engine.options import GPU_MIXED_TOKENS, EngineConfig, rule_of, shown
 from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
 from engine.speculation import drafter_in, low_taps
@@ -84,22 +84,26 @@ def facts_of(
     only_fast = eager = None
     if not isinstance(config, ModelConfig):
         only_fast = "this architecture has no reference"
-    elif found.slots:
+    elif found.is_paged:
         only_fast = "experts are paged"
     elif options.record_routing is not None:
         only_fast = "routing is recorded"
     elif options.speculation in ("dspark", "mtp"):
         only_fast = "tokens are drafted"
+    elif options.graphs or options.tail_graphs:
+        only_fast = "graphs are asked for"
+    elif options.kernels == "triton":
+        only_fast = "Triton's kernels are asked for"
     undrafted = None
     if options.record_routing is not None:
         undrafted = "routing is recorded"
-    elif found.slots:
+    elif found.is_paged:
         undrafted = "experts are paged"
     if options.record_routing is not None:
         eager = "routing is recorded"
-    elif found.slots and found.uses_disk:
+    elif found.uses_disk:
         eager = "experts are read from files"
-    tails = eager or ("experts are paged" if found.slots else None)
+    tails = eager or ("experts are paged" if found.is_paged else None)
     if not isinstance(config, ModelConfig) or tail_of(config) is None:
         tails = "no layers can leave rows out"
     return Facts(
@@ -114,7 +118,7 @@ def facts_of(
         drafter=drafter_in(config),
         undrafted=undrafted,
         gpu_nbytes=gpu_nbytes,
-        config=None if found.slots else config,
+        config=None if found.is_paged else config,
     )
 
 
@@ -147,7 +151,7 @@ class Resolved:
 
     def lines(self) -> list[str]:
         """One line for each field: its value and which rule set it."""
-        return [f"{d.field} = {_shown(d.value)} ({d.source})" for d in self.decisions]
+        return [f"{d.field} = {shown(d.value)} ({d.source})" for d in self.decisions]
 
 
 class Resolver:
@@ -282,9 +286,3 @@ def _blocks(options: EngineConfig, facts: Facts, least: int) -> tuple[int, str]:
     if config is not None and nbytes is not None and served == ("cuda", "fast"):
         blocks, why = blocks_for_gpu(config, options, nbytes, itemsize=options.itemsize)
     return blocks, f"{blocks * options.block_size:,} positions, {why}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "unset" if value is None else str(value)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.architectures import AnyConfig
 from engine.config import ModelConfig
-from engine.expert_paging import Problem
+from engine.expert_paging import Problem, paging_of
 from engine.options import EngineConfig
 from engine.plan.layout import Drafting
 from engine.plan.replay import tail_of
@@ -58,16 +58,18 @@ def drafting_of(options: EngineConfig) -> Drafting:
     return found
 
 
-def obstacles(options: EngineConfig) -> Iterator[Problem]:
+def obstacles(config: AnyConfig, options: EngineConfig) -> Iterator[Problem]:
     """Say what else of the options does not go with drafts.
 
     Args:
+        config: of the model.
         options: with the runner not left open.
     """
     if options.runner == "reference":
         yield Problem("runner", "reference beside speculation", "fast")
+    paged = paging_of(config, options, options.itemsize).is_paged
     for name in ("expert_slots", "expert_slots_file"):
-        if getattr(options, name) is not None:
+        if paged and getattr(options, name) is not None:
             yield Problem(
                 name,
                 f"{getattr(options, name)} beside speculation",
@@ -100,4 +102,4 @@ def speculation_problems(config: AnyConfig, options: EngineConfig) -> Iterator[P
         yield Problem(
             "speculation", options.speculation, f"{accepted}: the checkpoint has {stages}"
         )
-    yield from obstacles(options)
+    yield from obstacles(config, options)

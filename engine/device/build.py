@@ -321,7 +321,7 @@ def _captures_prompts(model: FastModel | Qwen3Model, options: EngineConfig, pagi
     are there to compare decode steps with.
     """
     fused = isinstance(model, FastModel) and options.kernels == "triton"
-    return bool(options.graphs) and fused and not paging.slots
+    return bool(options.graphs) and fused and not paging.is_paged
 
 
 def _load_fast(
@@ -380,7 +380,7 @@ def log_buckets(what: str, captured: Sequence[Captured]) -> None:
 
 
 def _log_paging(paging: Paging, runner: FastRunner) -> None:
-    if not paging.slots:
+    if not paging.is_paged:
         return
     held, rows = runner.paged, paging.most_captured_rows
     logger.info(

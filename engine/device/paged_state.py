@@ -48,7 +48,7 @@ def hit_rates(layers: Sequence[PagedExperts], counts: Sequence[tuple[int, int]])
     """
     for number, (paged, (hits, misses)) in enumerate(zip(layers, counts, strict=True)):
         pins = f" ({paged.num_pins} of experts that stay)" if paged.num_pins else ""
-        files = "" if paged.cache is None else f"; from files {paged.cache.figures}"
+        files = "" if paged.cache is None else f"; {paged.cache.figures.told}"
         yield (
             f"paged layer {number}: {paged.num_slots} slots{pins}, {hits} hits, {misses} misses,"
             f" hit rate {hits / max(1, hits + misses):.4f}{files}"

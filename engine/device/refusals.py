@@ -87,16 +87,25 @@ def check_engine(
     if options.runner == "fast" or not isinstance(config, ModelConfig):
         check_fast(config, options, gpu, has_triton=has_triton, buckets=DECODE_BUCKETS)
     else:
-        check_reference(config, options, given)
+        check_reference(config, options, given, gpu, has_triton=has_triton)
 
 
-def check_reference(config: ModelConfig, options: EngineConfig, given: EngineConfig) -> None:
+def check_reference(
+    config: ModelConfig,
+    options: EngineConfig,
+    given: EngineConfig,
+    gpu: Gpu | None,
+    *,
+    has_triton: bool,
+) -> None:
     """Refuse what the reference runner cannot do.
 
     Args:
         config: of the model.
         options: with nothing left open.
         given: as in check_engine.
+        gpu: as in check_engine.
+        has_triton: as in check_engine.
 
     Raises:
         EngineError: naming every reason.
@@ -112,6 +121,7 @@ def check_reference(config: ModelConfig, options: EngineConfig, given: EngineCon
         found.check(False, "runner", seen="reference beside graphs on", accepted="fast")
     if given.kernels == "triton":
         found.check(False, "runner", seen="reference beside kernels triton", accepted="fast")
+    _check_machine(found, config, given, gpu, has_triton=has_triton)
     found.raise_all("the reference runner")
 
 
@@ -138,6 +148,34 @@ def check_fast(
     found = Refusals()
     fast = options.runner == "fast"
     found.check(fast, "runner", seen=options.runner, accepted="fast for this architecture")
+    _check_machine(found, config, options, gpu, has_triton=has_triton)
+    if gpu is not None:
+        _check_memory(found, config, options, gpu)
+    compress = config.compress_ratios if isinstance(config, ModelConfig) else ()
+    ratios = sorted({ratio for ratio in compress if ratio})
+    wrong = [ratio for ratio in ratios if options.block_size % ratio]
+    found.check(
+        not wrong, "block_size", seen=options.block_size, accepted=f"a multiple of {ratios}"
+    )
+    for p in problems(config, options, options.itemsize, container_memory()):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    for p in speculation_problems(config, options):
+        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
+    if options.record_routing is not None:
+        _check_recording(found, options, options.record_routing)
+    found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
+    found.raise_all("the fast runner")
+
+
+def _check_machine(
+    found: Refusals,
+    config: AnyConfig,
+    options: EngineConfig,
+    gpu: Gpu | None,
+    *,
+    has_triton: bool,
+) -> None:
+    """Note what the machine or the model lacks for kernels and graphs, whatever runner was to have them."""
     fused = options.kernels == "triton"
     if fused:
         found.check(has_triton, "kernels triton", seen="none", accepted="Triton installed")
@@ -157,22 +195,6 @@ def check_fast(
         found.check(
             enough, "compute capability", seen=seen, accepted=f"{least} or above for FP8 kernels"
         )
-    if gpu is not None:
-        _check_memory(found, config, options, gpu)
-    compress = config.compress_ratios if isinstance(config, ModelConfig) else ()
-    ratios = sorted({ratio for ratio in compress if ratio})
-    wrong = [ratio for ratio in ratios if options.block_size % ratio]
-    found.check(
-        not wrong, "block_size", seen=options.block_size, accepted=f"a multiple of {ratios}"
-    )
-    for p in problems(config, options, options.itemsize, container_memory()):
-        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
-    for p in speculation_problems(config, options):
-        found.check(False, p.what, seen=p.seen, accepted=p.accepted)
-    if options.record_routing is not None:
-        _check_recording(found, options, options.record_routing)
-    found.check(bool(buckets), "decode buckets", seen="none", accepted="at least one batch size")
-    found.raise_all("the fast runner")
 
 
 def _check_recording(found: Refusals, options: EngineConfig, path: Path) -> None:
@@ -220,7 +242,7 @@ def _check_tails(
     accepted = "a model whose late layers can leave rows out"
     found.check(not why, "tail_graphs on", seen="; ".join(why), accepted=accepted)
     # Which experts a pass of a hundred rows needs is read on the host.
-    paged = options.expert_slots is not None or options.expert_slots_file is not None
+    paged = paging_of(config, options, options.itemsize).is_paged
     found.check(not paged, "tail_graphs on", seen="paged experts", accepted="all experts resident")
     if drafting_of(options) != "off" and (low := low_taps(config)):
         seen = f"speculation from layers {low}"

@@ -62,6 +62,14 @@ class DiskFigures:
     read_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    @property
+    def told(self) -> str:
+        """The same in words, for a log."""
+        return (
+            f"{self.hits} found on the host, {self.reads} read from files in {self.read_seconds:.2f} s,"
+            f" for which steps waited {self.wait_seconds:.2f} s"
+        )
+
 
 class HostCache:
     """Some of a layer's experts on the host, in rows of one pinned buffer.

@@ -163,6 +163,7 @@ def solve(
     per_row: int,
     gpu_experts: int,
     host_experts: int,
+    most_slots: int | None = None,
     beside_pins: int | None = None,
 ) -> SlotPlan:
     """Give every layer its slots so that the recorded routing misses least.
@@ -177,6 +178,7 @@ def solve(
         per_row: k, the least K: a row's experts must be resident together.
         gpu_experts: experts that the GPU has room for.
         host_experts: experts that the host has room for.
+        most_slots: of a layer that is not whole, k at least; None for no limit.
         beside_pins: slots that pinned experts leave to the others of a layer, k at least; None for
             no pins.
 
@@ -199,7 +201,7 @@ def solve(
         slots = [per_row] * layers
         for layer in worth[:whole]:
             slots[layer] = num_experts
-        _spend(curves, slots, left, num_experts)
+        _spend(curves, slots, left, min(num_experts - 1, most_slots or num_experts))
         beside = num_experts if beside_pins is None else beside_pins
         over = (layers - whole) * num_experts - host_experts
         counts = _pin(learnt, slots, beside, over, num_experts)
@@ -252,7 +254,13 @@ def _pin(
 
 
 def even(
-    layers: int, *, num_experts: int, per_row: int, gpu_experts: int, host_experts: int
+    layers: int,
+    *,
+    num_experts: int,
+    per_row: int,
+    gpu_experts: int,
+    host_experts: int,
+    most_slots: int | None = None,
 ) -> SlotPlan:
     """Give every paged layer as many slots as the next: what can be said without a trace.
 
@@ -264,6 +272,7 @@ def even(
         per_row: as in solve.
         gpu_experts: as in solve.
         host_experts: as in solve.
+        most_slots: as in solve.
 
     Returns:
         slots; misses and lookups are 0, since nothing was recorded.
@@ -275,6 +284,8 @@ def even(
     whole = layers - most_paged
     left = gpu_experts - whole * num_experts
     each = min(num_experts, left // most_paged) if most_paged else 0
+    if each < num_experts and most_slots is not None:
+        each = min(each, most_slots)
     return SlotPlan((num_experts,) * whole + (each,) * most_paged, num_experts, 0, 0)
 
 
@@ -297,11 +308,14 @@ def _most_paged(
     return most_paged
 
 
-def _spend(curves: Sequence[Sequence[int]], slots: list[int], left: int, num_experts: int) -> None:
-    """Hand out all slots where each saves most; a step may be several where one saves nothing."""
+def _spend(curves: Sequence[Sequence[int]], slots: list[int], left: int, limit: int) -> None:
+    """Hand out slots where each saves most, up to `limit` in a layer that has fewer.
+
+    A step may be several where one saves nothing.
+    """
 
     def step(layer: int) -> tuple[float, int, int, int] | None:
-        most = min(num_experts - 1, slots[layer] + left)
+        most = min(limit, slots[layer] + left)
         return _step(curves[layer], slots[layer], layer, most)
 
     heap = [found for layer in range(len(slots)) if (found := step(layer))]

@@ -261,7 +261,12 @@ def test_buffers_of_tails_are_as_large_as_planned(tmp_path: Path) -> None:
 
     assert steps()["buffers of tails"] == tails.buffer_bytes
     assert steps()["tail of 384 rows"] > 0
-    for changes in ({"prefill": "off"}, {"tail_graphs": False}, {"graphs": False}):
+    for changes in (
+        {"prefill": "off"},
+        {"tail_graphs": False},
+        {"graphs": False},
+        {"expert_slots": 3},
+    ):
         assert not any("tail" in what for what in steps(**changes))
     assert "tail of 384 rows" in steps(prefill="off", tail_graphs=True)
 

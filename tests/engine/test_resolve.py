@@ -156,6 +156,23 @@ def test_paging_takes_the_fast_runner_and_recording_no_graphs() -> None:
     assert resolve(EngineConfig(graphs=True), found_eager()).config.graphs is True
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"graphs": True}, "graphs are asked for"),
+        ({"tail_graphs": True}, "graphs are asked for"),
+        ({"kernels": "triton"}, "Triton's kernels are asked for"),
+        ({"expert_slots": 3}, "experts are paged"),
+    ],
+)
+def test_what_only_the_fast_runner_has_brings_it(options: dict[str, Any], why: str) -> None:
+    """On a CPU, too, where it says what is missing for them."""
+    asked = EngineConfig(**options)
+    config = read_config(TINY_CHECKPOINT)
+    facts = facts_of(config, asked, gpu=None, gpu_nbytes=None, cores=2, weight_bytes=1)
+    assert f"runner = fast ({why})" in resolve(asked, facts).lines()
+
+
 def found_eager() -> Facts:
     """A GPU on which decode steps are not captured; who asks for graphs is refused later."""
     return dataclasses.replace(GPU, eager="routing is recorded")

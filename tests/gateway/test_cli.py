@@ -217,7 +217,14 @@ class TestDoctor:
         ("given", "reasons"),
         [
             ({"EXPERT_SLOTS": "99"}, ["expert_slots: expected "]),
-            ({"GRAPHS": "on"}, ["runner: expected fast, got reference beside graphs on"]),
+            (
+                {"GRAPHS": "on"},
+                ["the fast runner cannot be built: graphs on: expected an NVIDIA GPU, got the CPU"],
+            ),
+            (
+                {"GRAPHS": "on", "RUNNER": "reference"},
+                ["runner: expected fast, got reference beside graphs on", "graphs on: expected an"],
+            ),
             (
                 {"RUNNER": "fast", "GRAPHS": "on", "KERNELS": "triton", "EXPERT_SLOTS": "1"},
                 ["graphs on: expected an NVIDIA GPU", "kernels triton: expected", "expert_slots: "],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -175,8 +176,13 @@ def test_two_waves_stay_on_the_host_at_once() -> None:
         assert {*one, *two} <= set(rows.slot_expert)
 
 
-def test_serving_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random loads with aborts give what resident experts give; figures count reads and waits."""
+def test_serving_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random loads with aborts give what resident experts give; figures count reads and waits.
+
+    The log has them in words.
+    """
     path = write_qwen(tmp_path, num_experts=16)
     config = Qwen3Config.from_file(path)
     nbytes = experts_of(config, 4).nbytes
@@ -192,6 +198,12 @@ def test_serving_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(one.cache.table) == 5
         assert one.cache.figures.reads > 10
         assert one.cache.figures.read_seconds > 0
+    with caplog.at_level("INFO"):
+        paged.close()
+    (line,) = (m for m in caplog.messages if m.startswith("paged layer 0: "))
+    figures = runner_of(paged).paged[0].cache.figures  # type: ignore[union-attr]
+    words = rf"; {figures.hits} found on the host, {figures.reads} read from files in \d+\.\d\d s,"
+    assert re.search(words + r" for which steps waited \d+\.\d\d s$", line)
 
 
 def test_a_disk_that_fails_ends_requests_and_not_the_engine(
@@ -236,7 +248,7 @@ def test_room_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.M
         load(path, expert_slots=4, expert_host_gb=1, expert_prefetch=True)
     options = EngineConfig(expert_slots=4, expert_host_gb=1)
     assert paging_of(config, options, 4).uses_disk
-    assert host_gb_problem(paging_of(config, options, 4), options, 10 * nbytes) is not None
+    assert host_gb_problem(paging_of(config, options, 4), 1, 10 * nbytes) is not None
 
 
 def test_sizes_of_experts_are_those_of_their_bytes(tmp_path: Path) -> None:

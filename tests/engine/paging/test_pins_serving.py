@@ -203,9 +203,13 @@ def favourites(layers: int, experts: int, steps: int) -> RoutingTrace:
 
 
 def test_the_plan_names_what_stays(
-    tmp_path: Path, qwen: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    qwen: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The experts asked for in every step, by layer; what the host is spared; the engine takes the file."""
+    monkeypatch.setattr("engine.expert_paging.BUFFER_BYTES", 1)  # else all fit in place of buffers
     trace, slots = tmp_path / "trace", tmp_path / "slots"
     write_trace(trace, favourites(3, 8, 40))
     config = read_config(qwen)

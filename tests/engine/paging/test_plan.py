@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+import shlex
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -16,18 +20,26 @@ from engine import TINY_CHECKPOINT
 from engine.api import EngineError
 from engine.architectures import read_config
 from engine.cli import main
-from engine.device.refusals import Gpu, check_fast
-from engine.expert_paging import experts_of
+from engine.device.refusals import Gpu, check_engine
+from engine.expert_paging import buffer_experts, experts_of, paging_of
 from engine.memory import RESERVE, plan_memory
 from engine.memory_items import ROUTED
 from engine.options import EngineConfig, rule_of
 from engine.paging_plan import ITEMSIZE, Wish, answer, split
 from engine.plan.paging import learn
 from engine.plan.residency import Residency
+from engine.qwen3_config import Qwen3Config
 from engine.resolve import facts_of, resolve
 from engine.routing_trace import RoutingTrace, Step, read_trace, write_problem, write_trace
+from tests.engine.model import build
 from tests.engine.paging.checkpoints import CONFIG, write_qwen
 from tests.engine.paging.test_serving import greedy, load, runner_of
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of long prompts for one expert: those of a small model's layers hold nearly all it has."""
+    monkeypatch.setattr("engine.expert_paging.BUFFER_BYTES", 1)
 
 
 def skewed(layers: int, experts: int, k: int, steps: int, seed: int = 0) -> RoutingTrace:
@@ -151,23 +163,34 @@ def test_other_files_are_no_traces(tmp_path: Path) -> None:
 
 
 def test_split_is_the_memory_plans() -> None:
-    """What tokens need beside routed experts is what the memory plan counts, to the byte."""
+    """What tokens need beside routed experts is what the memory plan counts, to the byte.
+
+    Paged or not: short passes over prompts are captured where nothing is paged only, and buffers that
+    experts of long prompts pass through are there where something is.
+    """
     config = read_config(TINY_CHECKPOINT)
-    options = EngineConfig(
-        max_model_len=512, max_num_seqs=4, num_blocks=16, max_batched_tokens=8192
-    )
-    plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=10**9, packed=True)  # type: ignore[arg-type]
-    routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
-    assert routed > 0
-    found = split(config, Wish(10**9, 0, 512, 4))
-    assert found.weights + found.kv + found.steps == plan.nbytes - routed
-    assert (
-        found.stream == 2 * experts_of(config, ITEMSIZE).count * experts_of(config, ITEMSIZE).nbytes
-    )
-    left = 10**9 - int(10**9 * RESERVE) - found.stream
-    assert found.experts == left - plan.nbytes + routed
+    experts = experts_of(config, ITEMSIZE)
+    stream = 2 * experts.count * experts.nbytes
+    steps = []
+    for paged, has_stream in ((True, True), (True, False), (False, True)):
+        options = EngineConfig(
+            max_model_len=512, max_num_seqs=4, num_blocks=16, max_batched_tokens=8192,
+            expert_slots=3 if paged else None,
+        )  # fmt: skip
+        plan = plan_memory(config, options, itemsize=ITEMSIZE, budget=10**9, packed=True)
+        assert any("of prompts" in item.what for item in plan.items) is not paged
+        routed = sum(item.nbytes for item in plan.items if item.what == ROUTED)
+        assert routed > 0
+        found = split(config, Wish(10**9, 0, 512, 4), paged=paged, stream=has_stream)
+        assert found.weights + found.kv + found.steps == plan.nbytes - routed
+        assert found.stream == (stream if paged and has_stream else 0)
+        left = 10**9 - int(10**9 * RESERVE) - found.stream
+        assert found.experts == left - plan.nbytes + routed
+        steps.append(found.steps)
+    assert steps[0] == steps[1] < steps[2]
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_slots_fit_and_more_of_the_gpu_never_misses_more(tmp_path: Path) -> None:
     """Over a range of GPUs: room is kept, hit rates rise, the plan's misses are the tables' own."""
     config = read_config(write_qwen(tmp_path))
@@ -194,6 +217,7 @@ def test_slots_fit_and_more_of_the_gpu_never_misses_more(tmp_path: Path) -> None
     assert rates[0] < 0.95
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_command_writes_what_the_engine_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +236,7 @@ def test_command_writes_what_the_engine_takes(
     assert main(asked) == 0
     told = capsys.readouterr().out
     assert "hit rate" in told
-    assert "--expert-slots-file" in told
+    assert f"--model {path} --expert-slots-file {slots} " in told.splitlines()[-1]
     numbers = [int(line) for line in slots.read_text().split()]
     assert len(numbers) == 3
     assert sum(numbers) <= 14
@@ -221,6 +245,7 @@ def test_command_writes_what_the_engine_takes(
     assert greedy(served, [[5, 6, 7], [9] * 20], 10) == tokens
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_without_a_trace_paged_layers_have_as_many_slots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,65 +271,158 @@ def test_without_a_trace_paged_layers_have_as_many_slots(
     assert greedy(served, prompts, 6) == greedy(resident, prompts, 6)
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_a_host_that_is_too_small_leaves_the_rest_to_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command says how much, and with which option it is served."""
+    """The command says how much, as the engine shares the host out, and that no step is captured."""
     path, trace = write_qwen(tmp_path / "m"), tmp_path / "trace"
     write_trace(trace, skewed(3, 8, 2, 20))
     config = read_config(path)
-    fixed = split(config, Wish(10**9, 0, 96, 4))
     nbytes = experts_of(config, ITEMSIZE).nbytes
+    for module in ("expert_paging", "paging_plan", "paging_report"):
+        monkeypatch.setattr(f"engine.{module}.GB", nbytes)
+    fixed = split(config, Wish(10**9, 0, 96, 4), stream=False)
     gpu_gb = (10**9 - fixed.experts - fixed.reserve + 8.5 * nbytes) / (1 - RESERVE) / 1e9
     asked = ["plan", "--model", str(path), "--trace", str(trace), "--gpu-gb", str(gpu_gb),
              "--context", "96", "--concurrency", "4"]  # fmt: skip
     assert main([*asked, "--host-gb", str(10.5 * nbytes / 1e9)]) == 0
     told = capsys.readouterr().out
-    assert f"files     {14 * nbytes:>18,}" in told
+    assert f"files     {15 * nbytes:>18,}" in told  # each of three layers has three of its eight
+    assert f"  stream  {0:>18,}" in told
+    assert "captured  no decode steps: which experts a step reads from files is decided" in told
     assert main([*asked[:-6], "--gpu-gb", "0.0001", "--host-gb", "1"]) == 2
-    assert "expected room on the GPU for" in capsys.readouterr().err
+    failed = capsys.readouterr()
+    assert "expected room on the GPU for" in failed.err
+    assert f"others take: weights {fixed.weights:,}, kv" in failed.err
+    assert not failed.out
 
 
+def test_all_are_whole_only_where_prompts_can_be_captured_as_well() -> None:
+    """What is captured where nothing is paged has its room, or something is paged."""
+    config = read_config(TINY_CHECKPOINT)
+    experts = experts_of(config, ITEMSIZE)
+    all_of_them = experts.layers * experts.count * experts.nbytes
+    base = Wish(10**9, 10**9, 512, 4)
+    for paged in (False, True):
+        needed = 10**9 - split(config, base, paged=paged).experts + all_of_them
+        gpu_bytes = int((needed - 10**8 + experts.nbytes / 2) / (1 - RESERVE))
+        found = answer(config, None, dataclasses.replace(base, gpu_bytes=gpu_bytes))
+        assert found.plan is not None
+        assert found.paging is not None
+        assert found.paging.is_paged is paged
+        assert found.split == split(config, found.wish, paged=paged)
+        assert found.split.experts >= all_of_them
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_layers_that_need_no_file_have_buffers_beside_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pinned experts may leave a layer so few that the host has them all: its prompts are streamed."""
+    config = Qwen3Config.from_dict(CONFIG)
+    nbytes = experts_of(config, ITEMSIZE).nbytes
+    for module in ("expert_paging", "paging_plan"):
+        monkeypatch.setattr(f"engine.{module}.GB", nbytes)
+    draw = np.random.default_rng(0)
+    share = np.array([30, 30, 30, 30, 30, 3, 2, 1]) / 156
+    wide = [draw.choice(8, 2, replace=False, p=share).tolist() for _ in range(200)]
+    learnt = learn([wide, [[0, 1]] * 200, [[0, 1]] * 200], 8)
+    fixed = split(config, Wish(10**9, 0, 96, 1))
+    gpu_bytes = int((10**9 - fixed.experts - fixed.reserve + 9.5 * nbytes) / (1 - RESERVE))
+    found = answer(config, learnt, Wish(gpu_bytes, 15 * nbytes, 96, 1))
+    assert found.plan is not None
+    assert found.paging is not None
+    assert [len(pins) for pins in found.plan.pins] == [3, 0, 0]
+    assert found.paging.host_rows == {0: 5, 1: 5, 2: 5}
+    assert found.paging.uses_disk
+    assert found.paging.uses_stream
+    assert found.split.stream == 2 * nbytes
+    assert found.plan.gpu_experts * nbytes <= found.split.experts < 10 * nbytes
+
+
+#: Experts of 0.2 GB, three layers of eight; prompts of DeepSeek's are captured where nothing is paged.
+LARGE: dict[str, dict[str, Any]] = {
+    "qwen": CONFIG | {"hidden_size": 4096, "moe_intermediate_size": 8192, "head_dim": 64,
+                      "max_position_embeddings": 512},
+    "v4": build.v4(hidden_size=4096, moe_intermediate_size=8192, num_hidden_layers=3,
+                   n_routed_experts=8, num_experts_per_tok=2, compress_ratios=[0, 4, 16],
+                   num_nextn_predict_layers=0, max_position_embeddings=512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", LARGE)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("host_gb", [0.001, 0.9, 1.0, 1.9, 2.7, 3.5, 4.4, 9.0])
-@pytest.mark.parametrize("slots", [6.5, 9.5, 14.5])
+@pytest.mark.parametrize("slots", [6.5, 9.5, 14.5, 23.9, 26.0])
 def test_every_command_that_is_printed_is_taken(
+    model: str,
     traced: bool,
     host_gb: float,
     slots: float,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What the plan says to serve with is not refused; where no whole GB serves it says so instead."""
-    path, trace, out = tmp_path / "m", tmp_path / "trace", tmp_path / "slots"
+    """What the plan says to serve with is not refused, and the engine then does what the plan says.
+
+    Where no whole GB serves it says so instead, of the plan alone, too.
+    """
+    path, trace, out = tmp_path / "m m", tmp_path / "trace", tmp_path / "slots"
     path.mkdir()
-    sizes = {"hidden_size": 4096, "moe_intermediate_size": 8192, "head_dim": 64}
-    (path / "config.json").write_bytes(orjson.dumps(CONFIG | sizes))  # experts of 0.2 GB
+    (path / "config.json").write_bytes(orjson.dumps(LARGE[model]))
     write_trace(trace, skewed(3, 8, 2, 40))
     config = read_config(path)
-    fixed = split(config, Wish(10**10, 0, 96, 3))
-    room = 10**10 - fixed.experts - fixed.reserve + slots * experts_of(config, ITEMSIZE).nbytes
+    experts = experts_of(config, ITEMSIZE)
+    fixed = split(config, Wish(10**10, 0, 300, 3))
+    room = 10**10 - fixed.experts - fixed.reserve + slots * experts.nbytes
     gpu_bytes = int(room / (1 - RESERVE))
     how = ["--trace", str(trace)] if traced else ["--paged"]
-    asked = ["plan", "--model", str(path), *how, "--out", str(out), "--host-gb", str(host_gb),
-             "--gpu-gb", str(gpu_bytes / 1e9), "--context", "96", "--concurrency", "3"]  # fmt: skip
+    asked = ["plan", "--model", str(path), *how, "--host-gb", str(host_gb),
+             "--gpu-gb", str(gpu_bytes / 1e9), "--context", "300", "--concurrency", "3"]  # fmt: skip
     code = main(asked)
+    alone = capsys.readouterr()
+    assert main([*asked, "--out", str(out)]) == code
     told = capsys.readouterr()
     if code:
         assert "--host-gb: experts that the host has no room for" in told.err
-        assert host_gb < 3
+        assert host_gb < 2  # a GB has no room for two experts of each layer
+        assert (told.out, alone.out, alone.err) == ("", "", told.err)
         assert not out.exists()
         return
-    words = told.out.splitlines()[-1].partition("serve with ")[2].split()
-    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
-    given = {n: rule_of(n).parse(value) for n, value in zip(names, words[1::2], strict=True)}
+    assert told.out.startswith(alone.out)
+    program, verb, *words = shlex.split(told.out.splitlines()[-1])
+    assert [program, verb, *words[:2]] == ["bathyal", "serve", "--model", str(path)]
+    names = [word.removeprefix("--").replace("-", "_") for word in words[2::2]]
+    given = {n: rule_of(n).parse(value) for n, value in zip(names, words[3::2], strict=True)}
     options = EngineConfig(device="cuda", **given)
     gpu = Gpu("GPU", (9, 0), gpu_bytes)
     facts = facts_of(config, options, gpu=gpu.name, gpu_nbytes=gpu.nbytes, cores=2, weight_bytes=1)
     found = resolve(options, facts).config
-    check_fast(config, found, gpu, has_triton=True, buckets=(1,))
-    assert (found.max_model_len, found.max_num_seqs, found.num_blocks) == (96, 3, 3)
-    assert ("expert_host_gb" in given) == ("files" in told.out)
+    check_engine(config, found, options, gpu, has_triton=True)
+    assert (found.max_model_len, found.max_num_seqs, found.num_blocks) == (300, 3, 9)
+    paging = paging_of(config, found, ITEMSIZE)
+    assert ("expert_host_gb" in given) == ("files" in told.out) == paging.uses_disk
+    # Steps that are captured.
+    captured = re.search(
+        r"captured  decode steps of (any number of|up to (\d+)) requests", told.out
+    )
+    assert found.graphs is (captured is not None)
+    most = paging.most_captured_rows
+    assert most == (0 if captured is None else captured[2] and int(captured[2]))
+    # All that there is on the GPU, to the byte: what the engine's own plan says, slots and buffers.
+    plan = plan_memory(config, found, itemsize=ITEMSIZE, budget=gpu_bytes, packed=True)
+    (line,) = (line for line in told.out.splitlines() if line.startswith("  slots  "))
+    others = sum(item.nbytes for item in plan.items if item.what != ROUTED)
+    stream = 2 * buffer_experts(experts.count, experts.nbytes) * experts.nbytes
+    stream *= paging.uses_stream
+    left = gpu_bytes - plan.reserve - others - stream
+    assert int(line.split()[1].replace(",", "")) == left
+    held = sum(paging.slots.get(layer, experts.count) for layer in range(experts.layers))
+    assert held * experts.nbytes <= left
+    assert paging.is_paged is (held < 24)
+    # Nothing is left unused but what is less than one in each layer, or more than the host allows.
+    if not traced and not paging.uses_disk and paging.is_paged:
+        assert left < (held + len(paging.slots)) * experts.nbytes
 
 
 @pytest.mark.parametrize(
@@ -325,7 +443,7 @@ def test_no_line_of_the_table_stands_twice(
 def test_a_trace_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Named by number; so is a trace without decode steps, and a missing budget."""
+    """Named by number; so is a trace without decode steps."""
     path, trace = write_qwen(tmp_path / "m"), tmp_path / "trace"
     asked = ["plan", "--model", str(path), "--trace", str(trace), "--host-gb", "1"]
     write_trace(trace, skewed(2, 8, 2, 5))
@@ -334,8 +452,23 @@ def test_a_trace_of_another_model_is_refused(
     write_trace(trace, skewed(3, 8, 2, 0))
     assert main([*asked, "--gpu-gb", "1"]) == 2
     assert "expected decode steps of every layer, got 0" in capsys.readouterr().err
-    assert main(asked) == 2
-    assert "--gpu-gb: expected gigabytes for a plan of slots, got none" in capsys.readouterr().err
+
+
+def test_all_sizes_that_are_missing_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, beside what else is wrong; a container's limit stands for the host's."""
+    lacks = "expected gigabytes for a plan of slots, got none"
+    monkeypatch.setattr("engine.cli.container_memory", lambda: None)
+    assert main(["plan", "--paged", "--context", "1"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"--context: expected a whole number of at least 2, got 1; --gpu-gb: {lacks}; --host-gb: {lacks}"
+        in told
+    )
+    monkeypatch.setattr("engine.cli.container_memory", lambda: 10**9)
+    assert main(["plan", "--paged"]) == 2
+    assert capsys.readouterr().err == f"bathyal engine plan: --gpu-gb: {lacks}\n"
 
 
 def test_a_context_beyond_the_models_is_told_in_the_table(

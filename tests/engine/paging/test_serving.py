@@ -296,10 +296,16 @@ def test_weights_are_not_written_under_resident_experts(qwen: Path) -> None:
 def test_every_reason_is_named_at_once(qwen: Path, tmp_path: Path) -> None:
     """Slots, layers, runner and graphs in one message, each with what was seen and is accepted."""
     with pytest.raises(EngineError) as caught:
-        load(TINY_CHECKPOINT, expert_slots=1, resident_layers=10, runner="reference")
+        load(TINY_CHECKPOINT, expert_slots=1, resident_layers=10)
     message = str(caught.value)
     assert "expert_slots: expected 2 (experts a token is routed to) to 8, got 1" in message
     assert "resident_layers: expected at most 9, got 10" in message
+    assert "runner:" not in message  # with so many layers resident, none is paged
+    with pytest.raises(EngineError) as caught:
+        load(TINY_CHECKPOINT, expert_slots=1, runner="reference", speculation="mtp")
+    message = str(caught.value)
+    assert "expert_slots: expected 2 (experts a token is routed to) to 8, got 1" in message
+    assert "speculation: expected" in message
     assert "runner: expected fast, got reference beside paged experts" in message
     file = tmp_path / "slots"
     file.write_text("3\n1\n")
