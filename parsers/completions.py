@@ -46,6 +46,7 @@ from parsers.request import (
     read_stream_options,
     unheeded,
 )
+from parsers.stops import Stops
 from parsers.values import PromptNote, Sampling, ServedModel
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Completion:
         self._vocabulary = vocabulary
         self._note = NO_NOTE
         self._detokenizer = Detokenizer(vocabulary)
-        self._stops = _Stops(stops)
+        self._stops = Stops(stops)
         self._eos = frozenset(eos_token_ids)
         self._head = {
             "id": exchange_id,
@@ -171,7 +172,7 @@ class Completion:
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds; see ``Exchange.heavy``."""
-        return len(token_ids) > LONG_STEP
+        return len(token_ids) * (1 + self._stops.count) > LONG_STEP  # each looks at each character
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may; see ``Exchange.heavy_close``."""
@@ -249,41 +250,6 @@ class Completion:
             "total_tokens": prompt + self._received,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
-
-
-class _Stops:
-    """Cuts a text at the stop string that is complete first; holds what may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.met = False
-        self._stops = stops
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        if not self._stops:
-            return text
-        self._held += text
-        # One character at a time: of two stops the one that ends first counts.
-        for end in range(len(self._held) - len(text) + 1, len(self._held) + 1):
-            for stop in self._stops:
-                if self._held.endswith(stop, 0, end):
-                    self.met = True
-                    out, self._held = self._held[: end - len(stop)], ""
-                    return out
-        keep = max(
-            (n for stop in self._stops for n in range(1, len(stop)) if self._ends(stop[:n])),
-            default=0,
-        )
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def _ends(self, beginning: str) -> bool:
-        return self._held.endswith(beginning)
-
-    def close(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 def _no_logprobs() -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ from parsers import Codec, Report
 from parsers.exchange import GATHER, LONG_REPLY, LONG_STEP
 from parsers.gate import LONG_CALL
 from parsers.schemas import MAX_MATCHES, violation
-from tests.parsers.support import encode, function, open_chat
+from tests.parsers.support import complete, encode, function, open_chat
 
 QUIET = {"type": "disabled"}
 OPEN = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="{}">'
@@ -69,18 +69,14 @@ def test_only_a_step_without_work_is_gathered(codec: Codec) -> None:
     assert not exchange.gather([5, codec.model.eos_token_ids[0]])
     exchange.receive([5, codec.model.eos_token_ids[0]])
     assert not exchange.gather(plain)
-    completion = codec.open_completion(
-        b'{"model": "gpt", "prompt": "q"}', exchange_id="ID", created=0
-    )
+    completion = complete(codec)
     assert not completion.gather(plain)
 
 
 def test_many_tokens_at_once_are_long(codec: Codec) -> None:
     """A slow reader's steps are joined."""
     exchange = open_chat(codec, stream=True)
-    completion = codec.open_completion(
-        b'{"model": "gpt", "prompt": "q"}', exchange_id="ID", created=0
-    )
+    completion = complete(codec)
     for reply in (exchange, completion):
         assert not reply.heavy([5] * LONG_STEP)
         assert reply.heavy([5] * (LONG_STEP + 1))

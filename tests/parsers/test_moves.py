@@ -9,7 +9,7 @@ import pytest
 
 from parsers import ClientError, Codec, LogitMoves
 from parsers.request import MOST_BIASES
-from tests.parsers.support import open_chat
+from tests.parsers.support import complete, open_chat
 
 ALL = {
     "presence_penalty": 0.5,
@@ -17,11 +17,6 @@ ALL = {
     "logit_bias": {"7": 100, "9": -0.5, "11": 0},
 }
 MOVES = LogitMoves(0.5, -1, ((7, 100), (9, -0.5)))
-
-
-def completion(codec: Codec, **fields: Any) -> Any:
-    body = {"model": codec.model.name, "prompt": "q", **fields}
-    return codec.open_completion(orjson.dumps(body), exchange_id="ID", created=0)
 
 
 @pytest.mark.parametrize("profile", ["codec", "sglang"])
@@ -45,7 +40,7 @@ def test_the_hosted_api_ignores_them_and_so_does_its_profile(official: Codec) ->
 
 def test_a_completions_moves_reach_the_sampling(codec: Codec) -> None:
     """The raw route has the same fields."""
-    made = completion(codec, **ALL)
+    made = complete(codec, **ALL)
 
     assert made.sampling.moves == MOVES
     assert made.ignored == ()
@@ -71,7 +66,7 @@ def test_a_move_that_cannot_be_made_is_refused(
     codec: Codec, fields: dict[str, Any], param: str
 ) -> None:
     """In both protocols, with the field's name."""
-    for open_ in (open_chat, completion):
+    for open_ in (open_chat, complete):
         with pytest.raises(ClientError) as caught:
             open_(codec, **fields)
         assert (caught.value.status, caught.value.param) == (400, param)

@@ -15,7 +15,16 @@ from parsers import ClientError, Codec, ReasoningCache, separate_reasoning
 from parsers.edits import ChatEdits
 from parsers.pairs import Item, Placed, pair
 from tests.parsers import streams
-from tests.parsers.support import chunks, drive, each, encode, function, open_chat, request
+from tests.parsers.support import (
+    chunks,
+    complete,
+    drive,
+    each,
+    encode,
+    function,
+    open_chat,
+    request,
+)
 from tests.parsers.test_gate import block, call, param
 
 USER = {"role": "user", "content": "q"}
@@ -345,11 +354,6 @@ def test_custom_calls_come_back(codec: Codec) -> None:
 
 
 # Completions
-
-
-def complete(codec: Codec, **fields: Any) -> Any:
-    body = {"model": codec.model.name, "prompt": "Say", **fields}
-    return codec.open_completion(orjson.dumps(body), exchange_id="ID", created=5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
