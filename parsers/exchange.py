@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from parsers.answer import AnswerPipeline
+from parsers.dialects import THINK_END_TEXT
 from parsers.errors import ClientError, Protocol, ReplyError
 from parsers.frames import ChatFrames, Frames, Tally
 from parsers.invoke import Finish
@@ -153,6 +154,8 @@ class Exchange:
         self._pipeline = pipeline
         self._report = Report() if pipeline is None else pipeline.report
         self._mark = pipeline.mark if isinstance(pipeline, Pipeline) else -1
+        self._think_end = vocabulary.special(THINK_END_TEXT)
+        self._waiting = wire.halves if pipeline is None else pipeline.waiting
         self._eos = frozenset(eos_token_ids)
         self._ended = False
         self._failed = False
@@ -260,13 +263,20 @@ class Exchange:
         return True
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
-        """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
-        if self._mark not in token_ids and not self._marked:
-            return len(token_ids) > LONG_STEP
-        if len(token_ids) > LONG_STEP:
+        """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread.
+
+        Any token may be the one that lets go all that waits.
+        """
+        if len(token_ids) + len(self._waiting) > LONG_STEP:
             return True
-        assert isinstance(self._pipeline, Pipeline)
-        return self._pipeline.gate.heavy  # a call may end, which is then judged
+        if self._think_end in token_ids and self._received >= LONG_REPLY:
+            return True  # some protocols repeat the whole reasoning at its end
+        pipeline = self._pipeline
+        if not isinstance(pipeline, Pipeline):
+            return False
+        if self._marked or pipeline.in_tag or self._mark in token_ids:
+            return pipeline.gate.heavy  # a call may end, which is then judged
+        return False
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may: the codec counts the reasoning by encoding it once more."""
