@@ -33,7 +33,7 @@ from gateway.service import Service, nobody_listens
 from gateway.sse import KEEP_ALIVE, PING, EventStream, until_disconnect
 from gateway.store import StoreError
 from gateway.threads import THREAD_FROM_BYTES, in_thread, in_thread_if
-from parsers import LONG_REPLY, ClientError, Exchange, Protocol, ReasoningStore, ReplyError
+from parsers import ClientError, Exchange, Protocol, ReasoningStore, ReplyError
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -276,7 +276,9 @@ class Endpoints:
                         pass
                 tokens = call.notes.get("completion_tokens", 0)
                 try:
-                    body = await in_thread_if(tokens >= LONG_REPLY, opened.exchange.body)
+                    body = await in_thread_if(
+                        opened.exchange.heavy_body(tokens), opened.exchange.body
+                    )
                 except ReplyError as error:
                     if opened.tape is not None:
                         await self._record(opened, opened.tape, error.code)

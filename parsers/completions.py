@@ -32,6 +32,7 @@ from parsers.prompt_note import (
     NO_NOTE,
     SCORING,
     check_scoring,
+    count_scores,
     read_scoring,
     write_scores,
 )
@@ -172,11 +173,18 @@ class Completion:
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds; see ``Exchange.heavy``."""
-        return len(token_ids) * (1 + self._stops.count) > LONG_STEP  # each looks at each character
+        # each stop looks at each character, each rival is spelled
+        weight = 1 + self._stops.count + (self.sampling.top_logprobs or 0)
+        return len(token_ids) * weight > LONG_STEP
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may; see ``Exchange.heavy_close``."""
-        return completion_tokens >= LONG_REPLY
+        numbers = completion_tokens * (1 + (self.sampling.top_logprobs or 0))
+        return numbers + count_scores(self._note, self.sampling.scoring) >= LONG_REPLY
+
+    def heavy_body(self, completion_tokens: int) -> bool:
+        """Whether ``body`` may: it is written by ``close``."""
+        return False
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply; see ``Exchange.close``."""

@@ -19,7 +19,7 @@ from parsers.errors import ClientError, Protocol, ReplyError
 from parsers.frames import ChatFrames, Frames, Tally
 from parsers.invoke import Finish
 from parsers.pipeline import Pipeline
-from parsers.prompt_note import NO_NOTE, write_scores
+from parsers.prompt_note import NO_NOTE, count_scores, write_scores
 from parsers.reasoning import ReasoningStore
 from parsers.report import Report
 from parsers.request import Stored
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 GATHER = 64
 """Tokens of a whole reply that are worked on at once; a policy's error is seen so much later."""
 LONG_STEP = 512
-"""Tokens of a step from which on it counts as long: a slow reader's steps are joined."""
+"""Tokens of a step, and rivals told of them, from which on it counts as long: a slow reader's steps are
+joined."""
 LONG_REPLY = 2048
-"""Tokens of a reply from which on its end counts as long."""
+"""Tokens of a reply, and log-probabilities told in it, from which on its end counts as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,9 @@ class Exchange:
         self.error: ReplyError | None = None
         self._vocabulary = vocabulary
         self._note = NO_NOTE
+        self._scores = 0  # log-probabilities of the prompt that are told
+        self._ends_heavily = False  # a step may be the last one, which tells them
+        self._weight = 1 + (sampling.top_logprobs or 0)
         self._wire = wire
         self._frames = frames
         self._continuous = continuous  # the usage so far is in every chunk (Chat)
@@ -203,6 +207,9 @@ class Exchange:
     def note_prompt(self, note: PromptNote) -> None:
         """Take what the engine tells of the prompt; the end of the reply shows it."""
         self._note = note
+        self._scores = count_scores(note, self.sampling.scoring)
+        # a stop sequence ends a stream in the middle of a step
+        self._ends_heavily = self.stream and self._stepwise and self._scores >= LONG_REPLY
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
@@ -267,7 +274,7 @@ class Exchange:
 
         Any token may be the one that lets go all that waits.
         """
-        if len(token_ids) + len(self._waiting) > LONG_STEP:
+        if len(token_ids) * self._weight + len(self._waiting) > LONG_STEP or self._ends_heavily:
             return True
         if self._think_end in token_ids and self._received >= LONG_REPLY:
             return True  # some protocols repeat the whole reasoning at its end
@@ -280,12 +287,21 @@ class Exchange:
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may: the codec counts the reasoning by encoding it once more."""
-        if completion_tokens >= LONG_REPLY:
+        if self._told(completion_tokens) >= LONG_REPLY:
             return True
         pipeline = self._pipeline
         return pipeline is not None and (
             isinstance(pipeline, AnswerPipeline) or pipeline.gate.heavy
         )
+
+    def heavy_body(self, completion_tokens: int) -> bool:
+        """Whether ``body`` may, of all choices, whose tokens are given."""
+        scores = sum(choice._scores for choice in self.choices[1:])
+        return self._told(completion_tokens) + scores >= LONG_REPLY
+
+    def _told(self, completion_tokens: int) -> int:
+        """Return how many tokens and log-probabilities a reply tells."""
+        return completion_tokens * self._weight + self._scores
 
     def _release(self) -> list[bytes]:
         """Work on what was gathered."""

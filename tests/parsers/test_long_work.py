@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parsers import Codec, Report
+from parsers import Codec, PromptNote, Report
 from parsers.exchange import GATHER, LONG_REPLY, LONG_STEP
 from parsers.gate import LONG_CALL
 from parsers.schemas import LONG_SCHEMA, MAX_MATCHES, violation
@@ -152,6 +152,55 @@ def test_many_tokens_at_once_are_long(codec: Codec) -> None:
         assert reply.heavy([5] * (LONG_STEP + 1))
         assert not reply.heavy_close(LONG_REPLY - 1)
         assert reply.heavy_close(LONG_REPLY)
+
+
+def test_log_probabilities_count_as_tokens(codec: Codec) -> None:
+    """Those of rivals, and those of the prompt: each is spelled at the end."""
+    scores = PromptNote(None, [None, *[(-0.5, [(7, -1.0)])] * 99])  # two for each
+    for tokens, n in [(LONG_REPLY - 200, 1), ((LONG_REPLY - 200) // 4, 4)]:
+        rivals: dict[str, Any] = {"top_logprobs": n - 1} if n > 1 else {}
+        chat = open_chat(codec, prompt_logprobs=1, **(rivals and {"logprobs": True, **rivals}))
+        raw = complete(
+            codec, prompt=[5] * 100, prompt_logprobs=1, **(rivals and {"logprobs": n - 1})
+        )
+        for reply in (chat, raw):
+            assert not reply.heavy_close(tokens)
+            reply.note_prompt(scores)
+            assert not reply.heavy_close(tokens - 1)
+            assert reply.heavy_close(tokens)
+            assert not reply.heavy([5] * (LONG_STEP // n))
+            assert reply.heavy([5] * (LONG_STEP // n + 1))
+        assert chat.heavy_body(tokens)
+        assert not chat.heavy_body(tokens - 1)
+        assert not raw.heavy_body(tokens)  # written by its close
+
+
+def test_the_scores_of_every_choice_count(codec: Codec) -> None:
+    """The body of the first holds all."""
+    first = open_chat(codec, n=2, prompt_logprobs=0)
+    for choice in first.choices:
+        choice.note_prompt(PromptNote(None, [(-0.5, ())] * 100))
+    assert first.heavy_body(LONG_REPLY - 200)
+    assert not first.heavy_body(LONG_REPLY - 201)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "heavy"),
+    [
+        ({"stop": "x", "stream": True}, LONG_REPLY, True),
+        ({"stop": "x", "stream": True}, LONG_REPLY - 1, False),
+        ({"stream": True}, LONG_REPLY, False),
+        ({"stop": "x"}, LONG_REPLY, False),
+    ],
+)
+def test_a_step_that_may_end_a_stream_tells_the_scores(
+    codec: Codec, fields: dict[str, Any], size: int, heavy: bool
+) -> None:
+    """A stop sequence ends it in the middle of a step."""
+    exchange = open_chat(codec, prompt_logprobs=0, thinking=QUIET, **fields)
+    exchange.start(1, 0)
+    exchange.note_prompt(PromptNote(None, [(-0.5, ())] * size))
+    assert exchange.heavy(encode(codec, "x")) is heavy
 
 
 @pytest.mark.parametrize(
