@@ -451,7 +451,7 @@ class Codec:
             ClientError: prompt and reply do not fit the context, or a token is biased that the
                 model does not have.
         """
-        check_bias(request.moves, self.vocabulary)
+        check_bias(request.moves, self.model, self.vocabulary)
         check_scoring(request.scoring, len(converted.prompt_ids))
         limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
         options = converted.native.inference_options

@@ -17,7 +17,6 @@ from parsers.body import (
     drop_nulls,
     fail,
     integer,
-    is_int,
     is_stop,
     kind,
     parse_object,
@@ -43,6 +42,8 @@ from parsers.request import (
     TOKEN_LIMIT,
     check_bias,
     check_model,
+    has_token,
+    no_token,
     read_moves,
     read_stream_options,
     unheeded,
@@ -264,23 +265,27 @@ def _no_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def read_prompt(body: Body, vocabulary: Vocabulary, at: str = "prompt") -> str | tuple[int, ...]:
+def read_prompt(body: Body, served: ServedModel, vocabulary: Vocabulary) -> str | tuple[int, ...]:
     """Return a prompt of a body: a text, or token ids; a list of one prompt is that prompt.
 
     Raises:
-        ClientError: it is neither, empty, or holds ids that the model does not have.
+        ClientError: it is neither, empty, more than one, or holds ids that the model or its
+            tokenizer does not have.
     """
-    prompt = body.get(at)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+    prompt, at = body.get("prompt"), "prompt"
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            expected = "one prompt, a text or an array of token ids, not several"
+            raise fail("prompt", expected, prompt)
+        prompt, at = prompt[0], "prompt[0]"
     if isinstance(prompt, str) and prompt:
         return prompt
     expected = "a non-empty text or array of token ids"
     if not isinstance(prompt, list) or not prompt:
         raise fail(at, expected, prompt)
     for i, token_id in enumerate(prompt):
-        if not is_int(token_id) or vocabulary.bytes_of(token_id) is None:
-            raise fail(f"{at}[{i}]", "a token id of the model", token_id)
+        if not has_token(token_id, served, vocabulary):
+            raise no_token(token_id, f"{at}[{i}]", served, vocabulary)
     return tuple(prompt)
 
 
@@ -299,8 +304,8 @@ def open_completion(
     check_fields(body, FIELDS)
     ignored: list[str] = []
     continuous = read_stream_options(body, ignored)
-    prompt, moves = read_prompt(body, vocabulary), read_moves(body)
-    check_bias(moves, vocabulary)
+    prompt, moves = read_prompt(body, served, vocabulary), read_moves(body)
+    check_bias(moves, served, vocabulary)
     prompt_ids = tuple(encode(prompt)) if isinstance(prompt, str) else prompt
     scoring = read_scoring(body)
     check_scoring(scoring, len(prompt_ids))

@@ -52,11 +52,13 @@ class Vocabulary:
             tokens that are not whole characters.
         blank: ids that are nothing but blanks.
         added: ids of the added tokens by spelling.
+        size: all ids are below; not every number below it is one.
     """
 
     def __init__(self, table: list[bytes | None], added: dict[str, int]) -> None:
         self._table = table
         self.added = added
+        self.size = len(table)
         self._texts = [None if raw is None else _whole(raw) for raw in table]
         for spelling, id_ in added.items():
             self._texts[id_] = _SENTINELS.get(spelling, spelling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -85,3 +86,58 @@ def test_protocols_without_these_fields_name_them_as_ignored(codec: Codec, proto
 
     assert set(exchange.ignored) >= {"frequency_penalty", "logit_bias", "presence_penalty"}
     assert exchange.sampling.moves == LogitMoves()
+
+
+def _sized(codec: Codec, vocab_size: int) -> Codec:
+    """The same tokenizer in front of a model of so many ids."""
+    model = replace(codec.model, vocab_size=vocab_size)
+    return Codec(model, codec._tokenizer, codec.vocabulary, codec.profile)
+
+
+def test_an_id_that_is_missing_is_the_models_or_the_tokenizers_fault(codec: Codec) -> None:
+    """The two need not agree: which of them lacks it is said, and where it stands."""
+    size = codec.vocabulary.size
+    tokenizers = f"expected a token id of the model's tokenizer, whose ids are below {size}, got"
+    models = f"expected a token id of the model, whose vocab_size is {size - 9}, got"
+    cases = [
+        (_sized(codec, size + 64), size + 5, tokenizers),
+        (codec, size + 5, tokenizers),  # a model whose size is not known
+        (_sized(codec, size - 9), size - 5, models),
+        (_sized(codec, size - 9), size + 5, models),
+    ]
+    for served, token_id, expected in cases:
+        bias = {"logit_bias": {str(token_id): 1}}
+        for open_, fields, at in (
+            (open_chat, bias, f"logit_bias.{token_id}"),
+            (complete, bias, f"logit_bias.{token_id}"),
+            (complete, {"prompt": [5, token_id]}, "prompt[1]"),
+        ):
+            with pytest.raises(ClientError) as caught:
+                open_(served, **fields)  # type: ignore[operator]
+            assert caught.value.param == at
+            assert str(caught.value) == f"{at}: {expected} the number {token_id}"
+    for served in (codec, _sized(codec, size - 9)):
+        assert complete(served, prompt=[size - 10]).prompt_ids == (size - 10,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            ["a", "b"],
+            "prompt: expected one prompt, a text or an array of token ids, not several, got",
+        ),
+        (
+            [[1], [2]],
+            "prompt: expected one prompt, a text or an array of token ids, not several, got",
+        ),
+        ([5, "a"], "prompt[1]: expected a token id, got the string 'a'"),
+        ([[5, None]], "prompt[0][1]: expected a token id, got null"),
+        ([[]], "prompt[0]: expected a non-empty text or array of token ids, got an empty array"),
+    ],
+)
+def test_a_wrong_prompt_is_told_apart(codec: Codec, prompt: list[Any], message: str) -> None:
+    """Several prompts, something else than an id, nothing at all."""
+    with pytest.raises(ClientError) as caught:
+        complete(codec, prompt=prompt)
+    assert str(caught.value).startswith(message)
