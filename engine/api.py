@@ -345,6 +345,7 @@ class ModelInfo:
         eos_token_ids: ids that end a turn.
         tokenizer_path: path of its tokenizer.json.
         has_vision: whether a vision tower is loaded.
+        vocab_size: its token ids are below; None where no model is known, only a tokenizer.
     """
 
     name: str
@@ -354,3 +355,4 @@ class ModelInfo:
     tokenizer_path: str
     has_vision: bool = False
     aliases: tuple[str, ...] = field(default=())
+    vocab_size: int | None = None

@@ -110,6 +110,7 @@ def served_model(settings: Settings, backend: Backend) -> ServedModel:
         eos_token_ids=info.eos_token_ids,
         aliases=settings.aliases or info.aliases,
         has_vision=info.has_vision,
+        vocab_size=info.vocab_size,
     )
 
 

@@ -18,6 +18,8 @@ _SCOPE_KEY = "bathyal.call"
 #: Scope key of the server's own send: what stands before the routes looks at the start of a reply
 #: only, so a stream's frames need not pass through it.
 BODY_SEND = "bathyal.send"
+#: Status of a call whose client left before its reply began, as other servers count it.
+CLIENT_LEFT = 499
 
 
 def header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:
@@ -51,7 +53,7 @@ class Call:
         path: as it was sent; the scope holds the canonical one.
         key: name of the caller's key.
         salt: of what is kept of the caller's prompts; never logged.
-        status: of the reply, 0 while none was sent.
+        status: of the reply, 0 while none was sent; `CLIENT_LEFT` where nobody was there to take one.
         outcome: how it ended where that was not by itself: `client_left`, `slow_reader` or the code
             of an error.
         notes: further fields of the log line.

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission import check_counts
 from gateway.background import Background, is_background, with_stream
-from gateway.call import Call, header
+from gateway.call import CLIENT_LEFT, Call, header
 from gateway.deadlines import Limits
 from gateway.errors import RefusedError, error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
@@ -33,7 +33,7 @@ from gateway.service import Service, nobody_listens
 from gateway.sse import KEEP_ALIVE, PING, EventStream, until_disconnect
 from gateway.store import StoreError
 from gateway.threads import THREAD_FROM_BYTES, in_thread, in_thread_if
-from parsers import LONG_REPLY, ClientError, Exchange, Protocol, ReasoningStore, ReplyError
+from parsers import ClientError, Exchange, Protocol, ReasoningStore, ReplyError
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -276,7 +276,9 @@ class Endpoints:
                         pass
                 tokens = call.notes.get("completion_tokens", 0)
                 try:
-                    body = await in_thread_if(tokens >= LONG_REPLY, opened.exchange.body)
+                    body = await in_thread_if(
+                        opened.exchange.heavy_body(tokens), opened.exchange.body
+                    )
                 except ReplyError as error:
                     if opened.tape is not None:
                         await self._record(opened, opened.tape, error.code)
@@ -304,6 +306,8 @@ class Endpoints:
     def _ended(self, call: Call, how: str | ClientError) -> None:
         """Note how a reply ended that did not by itself; a refused request has had none."""
         call.outcome = how.code if isinstance(how, ClientError) else how
+        if how == "client_left" and not call.status:
+            call.status = CLIENT_LEFT
         metrics = self._service.metrics
         counter = metrics.refused if isinstance(how, RefusedError) else metrics.aborted
         counter.labels(call.outcome).inc()

@@ -31,7 +31,7 @@ from gateway.metrics import Metrics
 from gateway.prefill import DEFAULT_PREFILL, Prefill
 from gateway.recorder import Tape
 from gateway.threads import LONG_PROMPT, in_thread, in_thread_if
-from parsers import NO_NOTE, ClientError, Completion, Exchange, PromptNote
+from parsers import LONG_REPLY, NO_NOTE, ClientError, Completion, Exchange, PromptNote
 
 Reply = Exchange | Completion
 """Both are driven in the same way."""
@@ -136,7 +136,10 @@ class Generations:
                             cached = 0 if delta.usage is None else delta.usage.cached_tokens
                             frames = exchange.start(len(request.prompt_ids), cached)
                             pace.begin(index, now, len(request.prompt_ids), cached)
-                            note = _note(delta, prefill)
+                            scores = delta.prompt_logprobs or ()
+                            note = await in_thread_if(
+                                len(scores) >= LONG_REPLY, _note, delta, prefill
+                            )
                             if note != NO_NOTE:
                                 exchange.note_prompt(note)
                                 pace.note(index, note)

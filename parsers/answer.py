@@ -151,6 +151,11 @@ class AnswerPipeline:
         policy: what is done with one that is something else.
         stitch: the sink, over the wire of the reply.
         reasoning: the output starts inside the reasoning.
+
+    Attributes:
+        error: the error that the reply has to end in.
+        satisfied: see ``Pipeline``; never here.
+        waiting: the tokens that wait for a decision.
     """
 
     def __init__(
@@ -167,6 +172,7 @@ class AnswerPipeline:
         self.satisfied = False  # the finish reason is the engine's to give
         self._detokenizer = Detokenizer(vocabulary)
         self._stitch = stitch
+        self.waiting = stitch.waiting
         self._answer = JsonAnswer(wanted, policy, stitch, self.report)
         self._reasoning = reasoning
 

@@ -18,7 +18,7 @@ from parsers.body import parse_object
 from parsers.completions import Completion, open_completion
 from parsers.culprit import culprit, function_of, named
 from parsers.detokenize import Vocabulary
-from parsers.dialects import DIALECTS
+from parsers.dialects import DIALECTS, MARK_TEXT
 from parsers.edits import Edits
 from parsers.errors import (
     BootError,
@@ -330,16 +330,29 @@ class Codec:
             parsing.starts_in_tool_calls = True
         return Converted(native, parsing, tuple(prompt_ids), thinking, later)
 
-    def opener(self, tool: str | None, *, blank: str = "\n\n") -> list[int]:
+    def opener(self, tool: str | None, *, blank: str = "\n\n", bare: bool = False) -> list[int]:
         """Return the ids that open the block of calls after the reasoning, and a call of a tool.
+
+        The ids of a call are those that begin it in a history: where the tokenizer has one token for
+        the end of its tag and the beginning of the next, the last id is that token. Other ids of the
+        same text would lead the model to a place that it was never trained at.
 
         Args:
             tool: whose call is opened; None for the block alone.
             blank: what stands before the block.
+            bare: the tool takes nothing, so that the end of the call follows.
         """
         dialect = DIALECTS[self.model.version]
-        call = "" if tool is None else dialect.invoke(tool)
-        return self.tokenize(f"{blank}{dialect.opening()}{call}")
+        if tool is None:
+            return self.tokenize(f"{blank}{dialect.opening()}")
+        opened = f"{blank}{dialect.opening()}{dialect.invoke(tool)}"
+        following = f"{dialect.void}</" if bare else "<"
+        ids = self.tokenize(f"{opened}{following}{MARK_TEXT}")
+        end, left = 0, len(opened.encode())
+        while left > 0:
+            left -= len(self.vocabulary.bytes_of(ids[end]) or b"")
+            end += 1
+        return ids[:end]
 
     def _settle_choice(self, protocol: Protocol, request: Request) -> tuple[Any, bool]:
         """Convert a request; a forced choice while thinking first of all as a free one."""
@@ -451,7 +464,7 @@ class Codec:
             ClientError: prompt and reply do not fit the context, or a token is biased that the
                 model does not have.
         """
-        check_bias(request.moves, self.vocabulary)
+        check_bias(request.moves, self.model, self.vocabulary)
         check_scoring(request.scoring, len(converted.prompt_ids))
         limit, prompt_tokens = self.model.max_model_len, len(converted.prompt_ids)
         options = converted.native.inference_options

@@ -17,7 +17,6 @@ from parsers.body import (
     drop_nulls,
     fail,
     integer,
-    is_int,
     is_stop,
     kind,
     parse_object,
@@ -32,6 +31,7 @@ from parsers.prompt_note import (
     NO_NOTE,
     SCORING,
     check_scoring,
+    count_scores,
     read_scoring,
     write_scores,
 )
@@ -42,10 +42,13 @@ from parsers.request import (
     TOKEN_LIMIT,
     check_bias,
     check_model,
+    has_token,
+    no_token,
     read_moves,
     read_stream_options,
     unheeded,
 )
+from parsers.stops import Stops
 from parsers.values import PromptNote, Sampling, ServedModel
 
 if TYPE_CHECKING:
@@ -110,7 +113,7 @@ class Completion:
         self._vocabulary = vocabulary
         self._note = NO_NOTE
         self._detokenizer = Detokenizer(vocabulary)
-        self._stops = _Stops(stops)
+        self._stops = Stops(stops)
         self._eos = frozenset(eos_token_ids)
         self._head = {
             "id": exchange_id,
@@ -171,11 +174,18 @@ class Completion:
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
         """Whether ``receive`` may take some milliseconds; see ``Exchange.heavy``."""
-        return len(token_ids) > LONG_STEP
+        # each stop looks at each character, each rival is spelled
+        weight = 1 + self._stops.count + (self.sampling.top_logprobs or 0)
+        return len(token_ids) * weight > LONG_STEP
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may; see ``Exchange.heavy_close``."""
-        return completion_tokens >= LONG_REPLY
+        numbers = completion_tokens * (1 + (self.sampling.top_logprobs or 0))
+        return numbers + count_scores(self._note, self.sampling.scoring) >= LONG_REPLY
+
+    def heavy_body(self, completion_tokens: int) -> bool:
+        """Whether ``body`` may: it is written by ``close``."""
+        return False
 
     def close(self, finish: Finish, completion_tokens: int | None = None) -> list[bytes]:
         """End the reply; see ``Exchange.close``."""
@@ -251,62 +261,31 @@ class Completion:
         }
 
 
-class _Stops:
-    """Cuts a text at the stop string that is complete first; holds what may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.met = False
-        self._stops = stops
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        if not self._stops:
-            return text
-        self._held += text
-        # One character at a time: of two stops the one that ends first counts.
-        for end in range(len(self._held) - len(text) + 1, len(self._held) + 1):
-            for stop in self._stops:
-                if self._held.endswith(stop, 0, end):
-                    self.met = True
-                    out, self._held = self._held[: end - len(stop)], ""
-                    return out
-        keep = max(
-            (n for stop in self._stops for n in range(1, len(stop)) if self._ends(stop[:n])),
-            default=0,
-        )
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def _ends(self, beginning: str) -> bool:
-        return self._held.endswith(beginning)
-
-    def close(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
 def _no_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def read_prompt(body: Body, vocabulary: Vocabulary, at: str = "prompt") -> str | tuple[int, ...]:
+def read_prompt(body: Body, served: ServedModel, vocabulary: Vocabulary) -> str | tuple[int, ...]:
     """Return a prompt of a body: a text, or token ids; a list of one prompt is that prompt.
 
     Raises:
-        ClientError: it is neither, empty, or holds ids that the model does not have.
+        ClientError: it is neither, empty, more than one, or holds ids that the model or its
+            tokenizer does not have.
     """
-    prompt = body.get(at)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+    prompt, at = body.get("prompt"), "prompt"
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            expected = "one prompt, a text or an array of token ids, not several"
+            raise fail("prompt", expected, prompt)
+        prompt, at = prompt[0], "prompt[0]"
     if isinstance(prompt, str) and prompt:
         return prompt
     expected = "a non-empty text or array of token ids"
     if not isinstance(prompt, list) or not prompt:
         raise fail(at, expected, prompt)
     for i, token_id in enumerate(prompt):
-        if not is_int(token_id) or vocabulary.bytes_of(token_id) is None:
-            raise fail(f"{at}[{i}]", "a token id of the model", token_id)
+        if not has_token(token_id, served, vocabulary):
+            raise no_token(token_id, f"{at}[{i}]", served, vocabulary)
     return tuple(prompt)
 
 
@@ -325,8 +304,8 @@ def open_completion(
     check_fields(body, FIELDS)
     ignored: list[str] = []
     continuous = read_stream_options(body, ignored)
-    prompt, moves = read_prompt(body, vocabulary), read_moves(body)
-    check_bias(moves, vocabulary)
+    prompt, moves = read_prompt(body, served, vocabulary), read_moves(body)
+    check_bias(moves, served, vocabulary)
     prompt_ids = tuple(encode(prompt)) if isinstance(prompt, str) else prompt
     scoring = read_scoring(body)
     check_scoring(scoring, len(prompt_ids))

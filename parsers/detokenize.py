@@ -8,6 +8,7 @@ the codec writes.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,11 +52,13 @@ class Vocabulary:
             tokens that are not whole characters.
         blank: ids that are nothing but blanks.
         added: ids of the added tokens by spelling.
+        size: all ids are below; not every number below it is one.
     """
 
     def __init__(self, table: list[bytes | None], added: dict[str, int]) -> None:
         self._table = table
         self.added = added
+        self.size = len(table)
         self._texts = [None if raw is None else _whole(raw) for raw in table]
         for spelling, id_ in added.items():
             self._texts[id_] = _SENTINELS.get(spelling, spelling)
@@ -140,24 +143,27 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._held = b""
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._held: list[str] = []  # what is decided of it, so that no byte is decoded twice
 
     def push(self, token_id: int) -> str:
         """Return the text an id completes; an id that is not in the vocabulary has none."""
         text = self._vocabulary.text_of(token_id)
         if text is not None:
             if self._held:
-                text = self._held.decode("utf-8", "replace") + text
-                self._held = b""
+                text = f"{''.join(self._held)}{self._decoder.decode(b'', final=True)}{text}"
+                self._held = []
             return text
         raw = self._vocabulary.bytes_of(token_id)
         if raw is None:
             return ""
-        self._held += raw
-        text = self._held.decode("utf-8", "replace")
-        if text.endswith(_REPLACEMENT):
+        piece = self._decoder.decode(raw)
+        self._held.append(piece)
+        undecided, _ = self._decoder.getstate()
+        if undecided or piece.endswith(_REPLACEMENT):
             return ""
-        self._held = b""
+        text = "".join(self._held)
+        self._held = []
         return text
 
     def text(self, token_ids: Iterable[int]) -> str:

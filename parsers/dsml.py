@@ -73,6 +73,11 @@ class DsmlParser:
         return self._state == self._outside
 
     @property
+    def in_tag(self) -> bool:
+        """Whether it holds a tag that has not ended."""
+        return MARK in self._buffer
+
+    @property
     def in_value(self) -> bool:
         """Whether it stands in the value of a parameter and holds nothing back."""
         return not self._buffer and self._state == self._value

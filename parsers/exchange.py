@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from parsers.answer import AnswerPipeline
+from parsers.dialects import THINK_END_TEXT
 from parsers.errors import ClientError, Protocol, ReplyError
 from parsers.frames import ChatFrames, Frames, Tally
 from parsers.invoke import Finish
 from parsers.pipeline import Pipeline
-from parsers.prompt_note import NO_NOTE, write_scores
+from parsers.prompt_note import NO_NOTE, count_scores, write_scores
 from parsers.reasoning import ReasoningStore
 from parsers.report import Report
 from parsers.request import Stored
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 GATHER = 64
 """Tokens of a whole reply that are worked on at once; a policy's error is seen so much later."""
 LONG_STEP = 512
-"""Tokens of a step from which on it counts as long: a slow reader's steps are joined."""
+"""Tokens of a step, and rivals told of them, from which on it counts as long: a slow reader's steps are
+joined."""
 LONG_REPLY = 2048
-"""Tokens of a reply from which on its end counts as long."""
+"""Tokens of a reply, and log-probabilities told in it, from which on its end counts as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,9 @@ class Exchange:
         self.error: ReplyError | None = None
         self._vocabulary = vocabulary
         self._note = NO_NOTE
+        self._scores = 0  # log-probabilities of the prompt that are told
+        self._ends_heavily = False  # a step may be the last one, which tells them
+        self._weight = 1 + (sampling.top_logprobs or 0)
         self._wire = wire
         self._frames = frames
         self._continuous = continuous  # the usage so far is in every chunk (Chat)
@@ -153,6 +158,8 @@ class Exchange:
         self._pipeline = pipeline
         self._report = Report() if pipeline is None else pipeline.report
         self._mark = pipeline.mark if isinstance(pipeline, Pipeline) else -1
+        self._think_end = vocabulary.special(THINK_END_TEXT)
+        self._waiting = wire.halves if pipeline is None else pipeline.waiting
         self._eos = frozenset(eos_token_ids)
         self._ended = False
         self._failed = False
@@ -200,6 +207,9 @@ class Exchange:
     def note_prompt(self, note: PromptNote) -> None:
         """Take what the engine tells of the prompt; the end of the reply shows it."""
         self._note = note
+        self._scores = count_scores(note, self.sampling.scoring)
+        # a stop sequence ends a stream in the middle of a step
+        self._ends_heavily = self.stream and self._stepwise and self._scores >= LONG_REPLY
 
     def receive(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
@@ -260,22 +270,38 @@ class Exchange:
         return True
 
     def heavy(self, token_ids: Sequence[int]) -> bool:
-        """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread."""
-        if self._mark not in token_ids and not self._marked:
-            return len(token_ids) > LONG_STEP
-        if len(token_ids) > LONG_STEP:
+        """Whether ``receive`` may take some milliseconds: to be asked before, and run in a thread.
+
+        Any token may be the one that lets go all that waits.
+        """
+        if len(token_ids) * self._weight + len(self._waiting) > LONG_STEP or self._ends_heavily:
             return True
-        assert isinstance(self._pipeline, Pipeline)
-        return self._pipeline.gate.heavy  # a call may end, which is then judged
+        if self._think_end in token_ids and self._received >= LONG_REPLY:
+            return True  # some protocols repeat the whole reasoning at its end
+        pipeline = self._pipeline
+        if not isinstance(pipeline, Pipeline):
+            return False
+        if self._marked or pipeline.in_tag or self._mark in token_ids:
+            return pipeline.gate.heavy  # a call may end, which is then judged
+        return False
 
     def heavy_close(self, completion_tokens: int) -> bool:
         """Whether ``close`` may: the codec counts the reasoning by encoding it once more."""
-        if completion_tokens >= LONG_REPLY:
+        if self._told(completion_tokens) >= LONG_REPLY:
             return True
         pipeline = self._pipeline
         return pipeline is not None and (
             isinstance(pipeline, AnswerPipeline) or pipeline.gate.heavy
         )
+
+    def heavy_body(self, completion_tokens: int) -> bool:
+        """Whether ``body`` may, of all choices, whose tokens are given."""
+        scores = sum(choice._scores for choice in self.choices[1:])
+        return self._told(completion_tokens) + scores >= LONG_REPLY
+
+    def _told(self, completion_tokens: int) -> int:
+        """Return how many tokens and log-probabilities a reply tells."""
+        return completion_tokens * self._weight + self._scores
 
     def _release(self) -> list[bytes]:
         """Work on what was gathered."""

@@ -92,7 +92,7 @@ class ToolGate:
         self._choice = choice
         self._answer = None if wanted is None else JsonAnswer(wanted, policy, sink, self.report)
         self._call: Invoke | None = None
-        self._noise = ""  # of the block, between its calls
+        self._noise: list[str] = []  # of the block, between its calls
         self._invoked = False  # the block holds a call
         self._doubted: list[Event] | None = None
         self._parted = False  # a block was left out behind what may be the beginning of a marker
@@ -277,14 +277,15 @@ class ToolGate:
 
     def _on_noise(self, event: Noise) -> None:
         if self._call is not None:
-            self._current(event.raw).noise += event.raw
+            self._current(event.raw).add_noise(event.raw)
         else:
             self._sink.drop(len(event.raw))
-            self._noise += event.raw
+            self._noise.append(event.raw)
 
     def _on_block_closed(self, event: BlockClosed) -> None:
         self._sink.drop(len(event.raw))
-        noise, self._noise = self._noise, ""
+        noise = "".join(self._noise)
+        self._noise.clear()
         invoked, self._invoked = self._invoked, False
         if not event.complete and MARK in noise:  # cut inside an opening tag
             if self._finish == "stop":
@@ -377,8 +378,9 @@ class ToolGate:
         self.report.repaired += call.mends
         if call.tool < 0:
             self.report.flagged.append(call.name)
-        if call.noise.strip() and not any(mend.rule == "json_body" for mend in call.mends):
-            self.report.lose(quote(call.noise))
+        noise = call.noise
+        if noise.strip() and not any(mend.rule == "json_body" for mend in call.mends):
+            self.report.lose(quote(noise))
         self.satisfied = not self._policy.parallel_calls
 
     def _withhold(self, name: str | None, reason: str, raw: str) -> None:

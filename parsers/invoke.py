@@ -52,10 +52,9 @@ class Invoke:
     Attributes:
         reason: as above; faults of the call can set it as long as nothing was written.
         raw: what the model wrote, about ``LONGEST_RAW`` characters of it.
-        noise: text between the tags.
         mends: what was repaired.
         announced: whether the call was begun on the wire.
-        size: characters of its values so far.
+        size: characters of its values so far, and between its tags.
         violation: how the whole arguments break the tool's schema.
     """
 
@@ -73,7 +72,6 @@ class Invoke:
         self.tool = tool
         self.reason = reason
         self.raw = ""
-        self.noise = ""
         self.mends: list[Repaired] = []
         self.announced = False
         self.size = 0
@@ -82,6 +80,7 @@ class Invoke:
         self._policy = policy
         self._sink = sink
         self._holding = policy.hold is Hold.CALL
+        self._noise: list[str] = []
         self._kept: list[Callable[[], None]] = []  # what was decided while the call is held back
         self._names: set[str] = set()
         self._checked: list[str] | None = [] if tools.has_schema(tool) else None
@@ -129,6 +128,16 @@ class Invoke:
             self._write(escape(text[:end]))
         elif self._mode == "hold":
             self._pieces.append(raw)
+
+    def add_noise(self, raw: str) -> None:
+        """Take text between the tags."""
+        self.size += len(raw)
+        self._noise.append(raw)
+
+    @property
+    def noise(self) -> str:
+        """The text between the tags; it may be the arguments."""
+        return "".join(self._noise)
 
     @property
     def empty(self) -> bool:

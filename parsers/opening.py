@@ -45,6 +45,10 @@ def _read_messages(
     return read_messages_request(raw, served, profile, store)
 
 
+# Words of a schema beside which `properties` alone says what there is.
+_NOTHING = frozenset(
+    {"$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
+)
 READERS: Mapping[Protocol, Callable[..., Request]] = {
     "chat": _read_chat,
     "messages": _read_messages,
@@ -189,15 +193,25 @@ class _Opening:
         prompt_ids, only = self.converted.prompt_ids, self.request.tool_choice.only
         if not later:
             prompt_ids = prompt_ids[: -len(self.codec.opener(None))]
+        functions = (tool["function"] for tool in self.request.tools)
+        bare = any(f["name"] == only and _takes_nothing(f.get("parameters")) for f in functions)
         return Forced(
             think_end=self.codec.vocabulary.special(THINK_END_TEXT),
-            opener=tuple(self.codec.opener(only)),
-            shown=tuple(self.codec.opener(only, blank="")),
+            opener=tuple(self.codec.opener(only, bare=bare)),
+            shown=tuple(self.codec.opener(only, blank="", bare=bare)),
             named=only is not None,
             later=later,
             prompt_ids=prompt_ids,
             retries=retries,
         )
+
+
+def _takes_nothing(parameters: Any) -> bool:
+    """Whether a function declares no parameter, as far as its schema's own words tell."""
+    if not isinstance(parameters, dict):
+        return parameters is None
+    further = parameters.get("additionalProperties") or parameters.get("properties")
+    return not further and parameters.keys() <= _NOTHING
 
 
 def _edits(protocol: Protocol, request: Request) -> Edits | None:

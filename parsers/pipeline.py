@@ -45,6 +45,8 @@ class Pipeline:
         error: the error that the reply has to end in.
         satisfied: whether no further output is wanted.
         mark: id of the marker without which no call begins or ends.
+        in_tag: whether a marker has come whose tag has not ended.
+        waiting: the tokens that wait for a decision.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class Pipeline:
         self._detokenizer = Detokenizer(vocabulary)
         self._parser = DsmlParser(reasoning=reasoning, forced=forced)
         self._stitch = stitch
+        self.waiting = stitch.waiting
         self.gate = ToolGate(
             tools, policy, self._stitch, reasoning=reasoning, choice=choice, wanted=wanted
         )
         self._watched = vocabulary.watched
         self._flow: Callable[[str], str] | None = None
         self._idle = False
+        self.in_tag = False
         self._look()
 
     @property
@@ -117,6 +121,7 @@ class Pipeline:
         empty = self._stitch.empty
         self._flow = self.gate.flow if empty and self._parser.in_value else None
         self._idle = empty and self._parser.idle and self.gate.open
+        self.in_tag = self._parser.in_tag
 
     def settle(self) -> list[str]:
         """Decide all that came as if the output ended here; more may follow."""

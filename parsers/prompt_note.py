@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from parsers.body import Body, integer
 from parsers.detokenize import Vocabulary
 from parsers.errors import ClientError
@@ -51,22 +53,34 @@ def check_scoring(scoring: PromptScoring | None, prompt_tokens: int) -> None:
         )
 
 
+def count_scores(note: PromptNote, scoring: PromptScoring | None) -> int:
+    """Return how many log-probabilities the scores of a prompt are, those of rivals among them."""
+    if note.scores is None or scoring is None:
+        return 0
+    return len(note.scores) * (1 + scoring.rivals)
+
+
 def write_scores(
     note: PromptNote, prompt_ids: Sequence[int], scoring: PromptScoring, vocabulary: Vocabulary
-) -> list[dict[str, Any] | None]:
-    """Spell the scores of a prompt, one entry for each token from the asked position on."""
+) -> orjson.Fragment:
+    """Spell the scores of a prompt, one entry for each token from the asked position on.
+
+    Returns:
+        A JSON array. It is written entry by entry: one call that writes millions of numbers would
+        keep every other thread waiting for the interpreter.
+    """
     assert note.scores is not None
 
     def spelled(token_id: int, logprob: float) -> dict[str, Any]:
         token = (vocabulary.bytes_of(token_id) or b"").decode("utf-8", "replace")
         return {"token_id": token_id, "token": token, "logprob": logprob}
 
-    found: list[dict[str, Any] | None] = []
+    found: list[bytes] = []
     for token_id, score in zip(prompt_ids[scoring.start :], note.scores, strict=True):
         if score is None:
-            found.append(None)
+            found.append(b"null")
             continue
         own, rivals = score
         top = [spelled(rival, value) for rival, value in rivals]
-        found.append({**spelled(token_id, own), "top_logprobs": top})
-    return found
+        found.append(orjson.dumps({**spelled(token_id, own), "top_logprobs": top}))
+    return orjson.Fragment(b"[" + b",".join(found) + b"]")

@@ -12,7 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parsers.body import Body, describe, fail, integer, is_number, kind, number, require, written
+from parsers.body import (
+    Body,
+    describe,
+    fail,
+    integer,
+    is_int,
+    is_number,
+    kind,
+    number,
+    require,
+    written,
+)
 from parsers.detokenize import Vocabulary
 from parsers.errors import ClientError
 from parsers.schemas import check_size
@@ -184,15 +195,35 @@ def read_stream_options(body: Body, ignored: list[str]) -> bool:
     return bool(options.get("continuous_usage_stats"))
 
 
-def check_bias(moves: LogitMoves, vocabulary: Vocabulary) -> None:
-    """Raise unless the model has every token that is biased.
+def has_token(value: Any, served: ServedModel, vocabulary: Vocabulary) -> bool:
+    """Whether a JSON value is a token id of the model and of its tokenizer.
+
+    The two need not agree: a model may have rows that no text leads to, a tokenizer further tokens.
+    """
+    if not is_int(value) or vocabulary.bytes_of(value) is None:
+        return False
+    return served.vocab_size is None or value < served.vocab_size
+
+
+def no_token(value: Any, at: str, served: ServedModel, vocabulary: Vocabulary) -> ClientError:
+    """Build the error for a value that is no such id: it says which of the two lacks it."""
+    if not is_int(value):
+        return fail(at, "a token id", value)
+    if served.vocab_size is not None and not 0 <= value < served.vocab_size:
+        return fail(at, f"a token id of the model, whose vocab_size is {served.vocab_size}", value)
+    expected = f"a token id of the model's tokenizer, whose ids are below {vocabulary.size}"
+    return fail(at, expected, value)
+
+
+def check_bias(moves: LogitMoves, served: ServedModel, vocabulary: Vocabulary) -> None:
+    """Raise unless the model and its tokenizer have every token that is biased.
 
     Raises:
-        ClientError: it lacks one; ``param`` names it.
+        ClientError: one lacks it; ``param`` names it.
     """
     for token_id, _ in moves.bias:
-        if vocabulary.bytes_of(token_id) is None:
-            raise fail(f"logit_bias.{token_id}", "a token id of the model", token_id)
+        if not has_token(token_id, served, vocabulary):
+            raise no_token(token_id, f"logit_bias.{token_id}", served, vocabulary)
 
 
 def unheeded(body: Body, honoured: Iterable[str], neutral: Mapping[str, Any]) -> tuple[str, ...]:

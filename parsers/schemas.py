@@ -6,7 +6,8 @@ that would cost too much, or that needs what is not there, gives no verdict rath
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,7 +31,12 @@ MAX_MATCHES = 1000
 """Matches of patterns in one check, which together bound the time of all."""
 MAX_REFERENCES = 2000
 """References followed in one check: schemas can branch without end through them."""
+MAX_STEPS = 200_000
+"""Words of schemas looked at in one check, and entries of each: a schema's size times a value's."""
+LONG_SCHEMA = 8192
+"""Bytes of a schema from which on a check of a short value counts as long."""
 
+_Check = Callable[[Any, Any, Any, Any], Any]
 _LONGEST = 300  # characters of a message
 # What the validator raises over what is no schema: where a reference leads to some other value, and
 # in strict tools, whose schemas the codec reads in part only.
@@ -43,21 +49,66 @@ class _NoVerdictError(Exception):
 
 _left: ContextVar[int] = ContextVar("references_left", default=0)
 _matches_left: ContextVar[int] = ContextVar("matches_left", default=0)
+_steps_left: ContextVar[int] = ContextVar("steps_left", default=0)
+_root: ContextVar[Any] = ContextVar("root", default=None)
+_REFERENCE = re.compile(rb'"\$(?:dynamicR|r)ef"')
+# Patterns, references, and words that hold every member to a schema of its own.
+_SLOW = re.compile(
+    rb'"(?:pattern|\$ref|\$dynamicRef|items|contains|additionalProperties":\{|propertyNames|unevaluated)'
+)
+
+
+def _spend(left: ContextVar[int], count: int = 1) -> None:
+    now = left.get() - count
+    if now < 0:
+        raise _NoVerdictError
+    left.set(now)
 
 
 def _counted(validator: Any, reference: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    left = _left.get() - 1
-    if left < 0:
-        raise _NoVerdictError
-    _left.set(left)
+    _spend(_left)
     yield from Draft202012Validator.VALIDATORS["$ref"](validator, reference, instance, schema) or ()
 
 
+def _unevaluated(check: _Check) -> _Check:
+    """What is left over is looked for along every way through references, however many there are."""
+
+    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        if _REFERENCE.search(orjson.dumps(_root.get())):
+            raise _NoVerdictError
+        return check(validator, value, instance, schema)
+
+    return checked
+
+
+def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if wanted and isinstance(instance, list):
+        _spend(_steps_left, len(instance))
+        if len(set(map(_key, instance))) < len(instance):
+            yield ValidationError("the array has an item twice")
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal for equal JSON values: 1 is 1.0, and is not true."""
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, list):
+        return list, tuple(map(_key, value))
+    if isinstance(value, dict):
+        return dict, frozenset((name, _key(inner)) for name, inner in value.items())
+    return value
+
+
+def _stepped(check: _Check) -> _Check:
+    def stepped(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _spend(_steps_left, 1 + len(value) if isinstance(value, list | dict) else 1)
+        return check(validator, value, instance, schema)
+
+    return stepped
+
+
 def _matches(pattern: str, text: str) -> bool:
-    left = _matches_left.get() - 1
-    if left < 0:
-        raise _NoVerdictError
-    _matches_left.set(left)
+    _spend(_matches_left)
     try:
         return regex.search(pattern, text, timeout=PATTERN_SECONDS) is not None
     except (TimeoutError, regex.error) as error:
@@ -93,15 +144,21 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Body) -> It
             yield from validator.descend(value, allowed, path=key)
 
 
-_Validator: Any = extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator,
-    {
-        "$ref": _counted,
-        "$dynamicRef": _counted,
-        "pattern": _pattern,
-        "patternProperties": _pattern_properties,
-        "additionalProperties": _additional,
+_WORDS: dict[str, _Check] = {
+    **Draft202012Validator.VALIDATORS,
+    "$ref": _counted,
+    "$dynamicRef": _counted,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional,
+    "uniqueItems": _unique,
+    **{
+        word: _unevaluated(Draft202012Validator.VALIDATORS[word])
+        for word in ("unevaluatedItems", "unevaluatedProperties")
     },
+}
+_Validator: Any = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator, {word: _stepped(check) for word, check in _WORDS.items()}
 )
 
 
@@ -156,9 +213,10 @@ def is_schema(value: Any) -> bool:
     return True
 
 
-def has_patterns(schema: Any) -> bool:
-    """Whether a check may have to match patterns, which takes its time even for a short value."""
-    return b'"pattern' in orjson.dumps(schema)
+def is_slow(schema: Any) -> bool:
+    """Whether a check may take its time even for a short value."""
+    written = orjson.dumps(schema)
+    return len(written) > LONG_SCHEMA or _SLOW.search(written) is not None
 
 
 def violation(schema: Any, value: Any) -> str | None:
@@ -177,6 +235,8 @@ def violation(schema: Any, value: Any) -> str | None:
         return None
     _left.set(MAX_REFERENCES)
     _matches_left.set(MAX_MATCHES)
+    _steps_left.set(MAX_STEPS)
+    _root.set(schema)
     try:
         error = best_match(_Validator(schema).iter_errors(value))
     except (_NoVerdictError, Unresolvable, UnknownType, RecursionError, *_STUMBLES):

@@ -36,6 +36,9 @@ class Stitch:
         dialect: how calls are spelled for the codec.
         aliases: names that calls are written under, where not their own.
         names: takes the real names of the calls, in order.
+
+    Attributes:
+        waiting: the tokens that wait for a decision.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Stitch:
         self._dialect = dialect
         self._aliases = aliases or {}
         self._names = names
-        self._queue: deque[_Held] = deque()
+        self.waiting: deque[_Held] = deque()
         self._offset = 0  # characters of the first token that are decided
         self._passed = 0  # characters after those that may pass, the token not being whole yet
         self._halves = 0  # tokens before the first that has text: half characters, unknown ids
@@ -65,11 +68,11 @@ class Stitch:
     @property
     def empty(self) -> bool:
         """Whether no token waits for a decision."""
-        return not self._queue
+        return not self.waiting
 
     def hold(self, token_id: int, logprob: TokenLogprob | None, text: str) -> None:
         """Take a token into the queue; ``text`` is what it added to the parser's text."""
-        self._queue.append((token_id, logprob, text))
+        self.waiting.append((token_id, logprob, text))
 
     def flush(self) -> list[str]:
         """Push what was decided and return the chunks that came of it."""
@@ -83,7 +86,7 @@ class Stitch:
     def verbatim(self, size: int) -> None:
         """See ``parsers.sink``."""
         self._passed += size
-        queue = self._queue
+        queue = self.waiting
         while head := self._head():
             left = len(head) - self._offset
             if left > self._passed:
@@ -152,7 +155,7 @@ class Stitch:
 
     def _head(self) -> str:
         """Return the text of the first token that has some, and count the halves before it."""
-        for i, (_id, _logprob, text) in enumerate(self._queue):
+        for i, (_id, _logprob, text) in enumerate(self.waiting):
             if text:
                 self._halves = i
                 return text
@@ -170,7 +173,7 @@ class Stitch:
         self._offset += size
         if self._offset == len(self._head()):
             for _ in range(self._halves + 1):
-                self._queue.popleft()
+                self.waiting.popleft()
             self._offset = 0
 
     def _emit(self, token_id: int, logprob: TokenLogprob | None) -> None:

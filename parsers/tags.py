@@ -70,11 +70,13 @@ _STRING = {"true": True, "false": False}
 def read_closer(text: str, start: int, *, final: bool) -> Reading:
     """Read a closing tag whose marker ends at ``start``.
 
-    Any word may follow; a missing ``>`` is forgiven.
+    Any word may follow; a missing ``>`` is forgiven, and so is one that stands too far away.
     """
-    found = _CLOSER.match(text, start)
+    limit = start + LONGEST_TAG
+    found = _CLOSER.match(text, start, limit)
     assert found is not None  # every part may be empty
-    if found[2] is None and not final and not text[found.end(1) :].strip():
+    waits = not final and len(text) < limit
+    if found[2] is None and waits and not text[found.end(1) :].strip():
         return "more"
     return Tag(_kind(found[1]), found.end())
 
@@ -96,10 +98,11 @@ def read_opener(text: str, start: int, *, final: bool, tried: int = 0) -> Readin
     if kind == "other":
         return "none"
     if kind == "block":
-        rest = text[word.end() :].lstrip()
-        if not final and (not rest or _STOP_BEGUN.fullmatch(rest)):
+        limit = start + LONGEST_TAG
+        rest = text[word.end() : limit].lstrip()
+        if not final and len(text) < limit and (not rest or _STOP_BEGUN.fullmatch(rest)):
             return "more"
-        at = len(text) - len(rest)
+        at = min(len(text), limit) - len(rest)
         if rest.startswith(">"):
             return Tag(kind, at + 1)
         return Tag(kind, at) if _STOP.match(rest) else "none"  # its ">" forgotten

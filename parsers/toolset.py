@@ -6,13 +6,12 @@ Knows JSON Schema as far as types go; knows neither DSML nor policies.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import orjson
 
 from parsers.jsontext import is_strict, type_of
-from parsers.schemas import has_patterns, violation
+from parsers.schemas import is_slow, violation
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 """The JSON Schema types; an integer is a number too."""
@@ -34,6 +33,9 @@ class ToolSet:
 
     Args:
         tools: function tools in the Chat Completions form, checked.
+
+    Attributes:
+        slow: whether a check of arguments may take long however short they are.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -41,6 +43,7 @@ class ToolSet:
         self._index = {function["name"]: i for i, function in enumerate(functions)}
         self._schemas = [function.get("parameters") for function in functions]
         self._strict = [function.get("strict") is True for function in functions]
+        self.slow = any(map(is_slow, self._schemas))
         self._admitted: dict[tuple[int, str], frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -71,11 +74,6 @@ class ToolSet:
         """Whether the arguments of a tool can be checked."""
         return tool >= 0 and isinstance(self._schemas[tool], dict | bool)
 
-    @cached_property
-    def slow(self) -> bool:
-        """Whether a check of arguments may take long however short they are."""
-        return any(map(has_patterns, self._schemas))
-
     def is_strict(self, tool: int) -> bool:
         """Whether a tool is declared ``strict``."""
         return tool >= 0 and self._strict[tool]
@@ -102,16 +100,25 @@ class ToolSet:
         return types_of(properties[parameter], root)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types a schema admits, as far as its own words and local references tell.
 
     Args:
         schema: a JSON Schema (Draft 2020-12): an object or a boolean.
         root: the document that local ``$ref`` point into.
-        depth: how many schemas this one is inside of.
     """
+    return _types(schema, root, 0, {})
+
+
+def _types(
+    schema: Any, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]
+) -> frozenset[str]:
+    """Read a schema that is inside of ``depth`` others; each is read once, by its identity."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return TYPES
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = TYPES  # for a reference from inside to itself
     admitted = TYPES
     named = schema.get("type")
     if named is not None:
@@ -121,14 +128,15 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if "const" in schema:
         admitted &= _widened([_NAMES[type(schema["const"])]])
     if isinstance(schema.get("$ref"), str):
-        admitted &= types_of(_resolve(schema["$ref"], root), root, depth + 1)
+        admitted &= _types(_resolve(schema["$ref"], root), root, depth + 1, known)
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            branches = [types_of(branch, root, depth + 1) for branch in schema[word]]
+            branches = [_types(branch, root, depth + 1, known) for branch in schema[word]]
             admitted &= frozenset().union(*branches)
     every = schema.get("allOf")
     for branch in every if isinstance(every, list) else ():
-        admitted &= types_of(branch, root, depth + 1)
+        admitted &= _types(branch, root, depth + 1, known)
+    known[id(schema)] = admitted
     return admitted
 
 

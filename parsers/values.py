@@ -26,6 +26,7 @@ class ServedModel:
         eos_token_ids: ids that end a turn; cut before the codec.
         aliases: further names accepted in requests; a ``*`` in one stands for any characters.
         has_vision: whether a vision tower is loaded.
+        vocab_size: the model's token ids are below; None where that is not known.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     has_vision: bool = False
+    vocab_size: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

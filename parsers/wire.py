@@ -56,6 +56,7 @@ class Wire:
 
     Attributes:
         call_ids: ids of the calls written so far; kept along with the reasoning.
+        halves: tokens that are kept, since they end in half a character.
         finished: whether the codec has written its last chunk (a stop sequence ends a reply early).
     """
 
@@ -75,6 +76,7 @@ class Wire:
     ) -> None:
         self.call_ids: list[str] = []
         self.finished: bool = False
+        self.halves: list[int] = []
         self._edits = edits
         self._keeps = thinking
         self._thought: list[int] | None = [] if thinking else None
@@ -83,6 +85,8 @@ class Wire:
         self._chunks = chunks
         self._of_text, self._of_tokens = chunks.chunk.text, chunks.chunk.tokens
         self._vocabulary = vocabulary
+        self._decoder = Detokenizer(vocabulary)  # of the halves
+        self._half_logprobs: list[TokenLogprob] = []
         self._response = response
         self._id = request_id
         self._model = model
@@ -104,12 +108,14 @@ class Wire:
     ) -> list[str]:
         """Push model tokens as they are; only real special tokens act as markers.
 
-        The codec keeps all of a push that ends in half a character, and drops it all should the
-        output end there. So the halves at the end are pushed one by one, after the rest.
+        The codec keeps all of a push that ends in half a character, drops it all should the output
+        end there, and decodes all it keeps once more with every push. So halves are kept here, and
+        pushed with what makes them whole.
         """
         if self._thought is not None:
             self._keep(token_ids)
-        if len(token_ids) == 1:
+        whole = self._vocabulary.text_of(token_ids[-1]) is not None
+        if len(token_ids) == 1 and whole and not self.halves:
             return self._push(self._of_tokens(token_ids, logprobs))
         return self._tokens(token_ids, logprobs)
 
@@ -119,13 +125,28 @@ class Wire:
         end = len(token_ids)
         while end and self._vocabulary.text_of(token_ids[end - 1]) is None:
             end -= 1
-        if end in (0, len(token_ids)) and len(token_ids) - end < 2:
-            return self._push(self._of_tokens(token_ids, logprobs))
-        out = self._tokens(token_ids[:end], logprobs and logprobs[:end]) if end else []
+        out = self._push_halves(token_ids[:end], logprobs and logprobs[:end]) if end else []
         for i in range(end, len(token_ids)):
-            if not self.finished:
-                out += self._tokens(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+            if self._decoder.push(token_ids[i]):
+                out += self._push_halves(token_ids[i : i + 1], logprobs and logprobs[i : i + 1])
+            else:
+                self.halves.append(token_ids[i])
+                self._half_logprobs += logprobs[i : i + 1] if logprobs else ()
         return out
+
+    def _push_halves(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> list[str]:
+        """Push the halves that are kept, and what makes them whole."""
+        if self.halves:
+            token_ids = [*self.halves, *token_ids]
+            logprobs = [*self._half_logprobs, *logprobs] if logprobs else None
+            self.halves.clear()
+            self._half_logprobs.clear()
+            self._decoder = Detokenizer(self._vocabulary)
+        if self.finished:
+            return []
+        return self._push(self._of_tokens(token_ids, logprobs))
 
     def text(self, text: str, count: int = 0) -> list[str]:
         """Push text, in which spelled markers act as markers; it counts as ``count`` tokens."""

@@ -193,4 +193,5 @@ def _model_info(path: Path, options: EngineConfig, name: str | None) -> ModelInf
         eos_token_ids=config.eos_token_ids,
         tokenizer_path=str(tokenizer),
         has_vision=False,
+        vocab_size=config.vocab_size,
     )

@@ -136,7 +136,8 @@ class RawCall:
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
         for part in options.get("parts", [body]):
             self._incoming.put_nowait({"type": "http.request", "body": part, "more_body": True})
-        self._incoming.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        if options.get("ends", True):
+            self._incoming.put_nowait({"type": "http.request", "body": b"", "more_body": False})
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
         self.task = asyncio.create_task(app(self._scope, self._incoming.get, self.sent.put))
 

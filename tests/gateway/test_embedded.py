@@ -22,7 +22,10 @@ from engine.api import (
     TokenDelta,
     Usage,
 )
+from engine.architectures import read_config
 from engine.options import EngineConfig
+from gateway import Settings
+from gateway.app import served_model
 from gateway.backends import Backend
 from gateway.backends.embedded import EmbeddedBackend, _joined
 from tests.engine.model import build
@@ -79,6 +82,8 @@ def test_info_is_known_before_the_model_is_loaded(checkpoint: Path) -> None:
     assert info.eos_token_ids == (1,)
     assert info.tokenizer_path == str(checkpoint / "tokenizer.json")
     assert not info.has_vision
+    assert info.vocab_size == read_config(checkpoint).vocab_size
+    assert served_model(Settings(), backend).vocab_size == info.vocab_size
     assert not backend.stats().alive
 
 

@@ -470,6 +470,38 @@ class TestCounted:
         assert 'bathyal_aborted_replies_total{cause="client_left"} 1.0' in text
         assert 'bathyal_aborted_replies_total{cause="backend_error"} 1.0' in text
 
+    @pytest.mark.parametrize(
+        ("when", "stream", "status"),
+        [
+            ("in its body", False, 499),
+            ("before the reply", False, 499),
+            ("before the reply", True, 499),
+            ("in the reply", True, 200),
+        ],
+    )
+    def test_a_client_that_left_counts_by_what_it_got(
+        self, info: ModelInfo, when: str, stream: bool, status: int
+    ) -> None:
+        """One status for all that left with nothing; a reply that began has its own."""
+
+        async def main() -> str:
+            delay = 10 if when == "in the reply" else 10_000
+            backend = ScriptedBackend([text_line("a" * 100, delay_ms=delay)], info)
+            async with running(backend) as app:
+                body = orjson.dumps(chat_body(stream=stream))
+                one = RawCall(app, CHAT, body[:20], ends=False)
+                if when != "in its body":
+                    one = RawCall(app, CHAT, body)
+                    await eventually(lambda: backend.stats().running > 0)
+                if when == "in the reply":
+                    await one.start()
+                one.leave()
+                await one.task
+                return (await call_text(app)).decode()
+
+        counted = f'{{method="POST",route="{CHAT}",status="{status}"}} 1.0'
+        assert f"bathyal_http_requests_total{counted}" in run(main())
+
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         ("steps", "counted"),

@@ -20,15 +20,16 @@ from engine.api import (
     ModelInfo,
     SamplingParams,
     TokenDelta,
+    TokenLogprob,
     Usage,
 )
-from gateway import admission, sse
+from gateway import admission, generation, sse
 from gateway.backends.embedded import EmbeddedBackend
 from gateway.launch import SWITCH_SECONDS, keep_loop_free
 from gateway.recorder import Tape
 from gateway.sse import until_disconnect
 from gateway.threads import LONG_COPY, LONG_PROMPT
-from parsers import Codec, Exchange
+from parsers import Codec, Completion, Exchange
 from parsers.exchange import LONG_REPLY, LONG_STEP
 from tests.gateway.support import EOS, FunctionBackend, RawCall, call, chat_body, run, running
 
@@ -88,6 +89,41 @@ def test_a_long_replys_end(
 
     assert status == 200
     assert (close.seen, body.seen) == ([on_loop], [on_loop])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("size", "on_loop"), [(10, True), (LONG_REPLY, False)])
+def test_the_end_of_a_reply_that_scores_a_long_prompt(
+    info: ModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    stream: bool,
+    size: int,
+    on_loop: bool,
+) -> None:
+    """However short the reply itself is: two tokens here."""
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        scores = (None, *[TokenLogprob(-0.5)] * (len(request.prompt_ids) - 1))
+        yield TokenDelta(request.id, (X,), prompt_logprobs=scores)
+        yield TokenDelta(request.id, (EOS,), None, FinishReason.STOP, Usage(size, 2))
+
+    async def main() -> bytes:
+        async with running(FunctionBackend(info, generate)) as app:
+            asked = chat_body("x" * size) if path == CHAT else {"prompt": [X] * size}
+            body = {"model": info.name, **asked, "prompt_logprobs": 0, "stream": stream}
+            one = RawCall(app, path, orjson.dumps(body))
+            await one.start()
+            return await one.rest()
+
+    owner = Exchange if path == CHAT else Completion
+    close, whole = Threads(monkeypatch, owner, "close"), Threads(monkeypatch, Exchange, "body")
+    note = Threads(monkeypatch, generation, "_note")
+
+    assert run(main()).count(b'"token_id"') >= size - 1
+    assert (close.seen, note.seen) == ([on_loop], [on_loop])
+    assert whole.seen == ([on_loop] if path == CHAT and not stream else [])
 
 
 def test_a_long_prompts_parsing(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from parsers import Codec, Exchange, GatePolicy
+from parsers import Codec, Completion, Exchange, GatePolicy
 
 SPECIALS = (
     "<｜begin▁of▁sentence｜>",
@@ -77,8 +77,17 @@ def open_chat(codec: Codec, **fields: Any) -> Exchange:
     return codec.open_exchange("chat", request(**fields), exchange_id="ID")
 
 
+def complete(codec: Codec, **fields: Any) -> Completion:
+    """Open a raw completion for the codec's own model."""
+    body = {"model": codec.model.name, "prompt": "Say", **fields}
+    return codec.open_completion(orjson.dumps(body), exchange_id="ID", created=5)
+
+
 def drive(
-    exchange: Exchange, pieces: Iterable[Sequence[int]], finish: str = "stop", **close: Any
+    exchange: Exchange | Completion,
+    pieces: Iterable[Sequence[int]],
+    finish: str = "stop",
+    **close: Any,
 ) -> list[bytes]:
     """Run a reply to its end and return its frames."""
     frames = exchange.start(10, 4)

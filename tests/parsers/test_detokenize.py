@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from parsers import BootError, Codec
 from parsers.detokenize import Detokenizer, Vocabulary
 from parsers.dialects import MARK, THINK_END
-from tests.parsers.support import chunks, drive, each, message, open_chat, write_tokenizer
+from parsers.wire import Wire
+from tests.parsers.support import chunks, drive, each, encode, message, open_chat, write_tokenizer
 
 TEXTS = ["Hello <b>", "日本語 👩‍👩‍👧 é", "\x00\x7f\u2028", "שלום ￼", "a\ufffdb", "｜DSMＬ｜"]
 
@@ -81,3 +83,38 @@ def test_a_tokenizer_that_cannot_serve_is_named(tmp_path: Path) -> None:
     vocab = {token: id_ for token, id_ in good["model"]["vocab"].items() if token != "A"}
     with pytest.raises(BootError, match="byte 0x41"):
         load(model={**good["model"], "vocab": vocab})
+
+
+@given(
+    st.lists(
+        st.sampled_from([0x41, 0x80, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xEF, 0xBF, 0xBD])
+    )
+)
+def test_bytes_decode_as_the_whole_of_them(codec: Codec, raw: list[int]) -> None:
+    """What is held is decoded as one, though no byte is decoded twice."""
+    detokenizer = Detokenizer(codec.vocabulary)
+    held = shown = b""
+    for byte in raw:
+        held += bytes([byte])
+        text = held.decode("utf-8", "replace")
+        whole = byte < 0x80 or not text.endswith("\ufffd")
+        assert detokenizer.push(codec.vocabulary._bytes[byte]) == (text if whole else "")
+        shown, held = (shown + held, b"") if whole else (shown, held)
+
+
+def test_halves_are_decoded_once(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come in a row: both decoders would go over all of them again at each."""
+    (half,), (letter,) = codec.vocabulary.spell("é")[:1], encode(codec, "a")
+    exchange = open_chat(codec, thinking={"type": "disabled"}, stream=True)
+    pushed: list[int] = []
+    push = Wire._push
+
+    def noted(wire: Wire, chunk: Any) -> list[str]:
+        pushed.append(len(chunk.token_ids or ()))
+        return push(wire, chunk)
+
+    monkeypatch.setattr(Wire, "_push", noted)
+    frames = drive(exchange, [[half]] * 300 + [[letter]])
+
+    assert message(chunks(frames))["content"] == "\ufffd" * 300 + "a"
+    assert pushed == [0, 301, 0]  # the beginning, all tokens, the end

@@ -245,7 +245,23 @@ def test_a_tag_that_never_ends_is_no_tag() -> None:
     assert read_opener('invoke name="' + "x" * 100, 0, final=False) == "more"
     assert read_opener('invoke name="f', 0, final=True) == "none"
     assert read_closer("invoke", 0, final=False) == "more"
+    blanks = " \n" * LONGEST_TAG
+    assert read_closer(f"invoke{blanks}>", 0, final=False) == Tag("invoke", 6)
+    assert read_closer("x" * (LONGEST_TAG + 9) + ">", 0, final=False) == Tag("other", LONGEST_TAG)
+    assert read_opener(f"calls{blanks}>", 0, final=False) == "none"
+    assert read_opener(f"calls{blanks[:100]}", 0, final=False) == "more"
     assert read_closer("invoke\nx", 0, final=False) == Tag("invoke", 6)
+
+
+@pytest.mark.parametrize("blanks", [LONGEST_TAG - 9, LONGEST_TAG, 2 * LONGEST_TAG])
+def test_a_tag_far_from_its_end_is_the_same_in_any_split(blanks: int) -> None:
+    """Blanks without end are not held without end."""
+    far = " " * blanks
+    for text in (
+        f"{OPEN}{CALL}{PARAM}x</{M}parameter{far}>y{DONE}",
+        f"<{M}calls{far}>{CALL}{DONE}",
+    ):
+        assert parse(text) == parse(text, 1) == parse(text, 7)
 
 
 def test_text_sources_spell_markers_and_cannot_smuggle_one() -> None:

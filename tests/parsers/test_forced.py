@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from parsers import ClientError, Codec, Exchange, ReplyError
+from engine import TINY_CHECKPOINT
+from parsers import ClientError, Codec, Exchange, ReplyError, ServedModel
 from tests.parsers import streams
 from tests.parsers.streams import PROTOCOLS, open_any
 from tests.parsers.support import drive, each, encode, function, open_chat
@@ -93,6 +94,70 @@ def test_the_opener_is_what_the_codec_writes_without_thinking(codec: Codec) -> N
     forced = open_chat(codec, tool_choice="required", **fields).prompt_ids
 
     assert list(forced[len(auto) :]) == codec.opener(None) == encode(codec, OPENED)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "x"}', "{}"])
+@pytest.mark.parametrize("which", ["v4", "tiny"])
+def test_an_opened_call_has_the_ids_of_a_history(codec: Codec, which: str, arguments: str) -> None:
+    """Other ids of the same text stand where the model was never trained: it leaves arguments out."""
+    if which == "tiny":
+        path = str(TINY_CHECKPOINT / "tokenizer.json")
+        codec = Codec.load(ServedModel("tiny", "v4.1", path, 100_000, (1,)))
+    made = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "reasoning_content": "R", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+    ]
+    ids = open_chat(codec, tools=TOOLS, messages=history).prompt_ids
+    end = codec.vocabulary.special("</think>")
+    turn = ids[[i for i, token_id in enumerate(ids) if token_id == end][-1] + 1 :]
+    bare = arguments == "{}"
+    opener = codec.opener("f", bare=bare)
+    spelled = codec.vocabulary.text(opener)
+
+    assert list(turn[: len(opener)]) == opener
+    assert spelled.rstrip("</").rstrip("\n").endswith('invoke name="f">')
+    # what is shown to the gate is the same but for the blank line before it
+    assert codec.vocabulary.text(codec.opener("f", blank="", bare=bare)) == spelled.removeprefix(
+        "\n\n"
+    )
+
+
+A_STRING = '｜DSML｜ parameter name="a" string="true">x</｜DSML｜ parameter>\n</'
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("parameters", "last", "inside", "arguments"),
+    [
+        ({**OBJECT, "properties": {"a": {"type": "string"}}}, '">\n<', A_STRING, '{"a": "x"}'),
+        ({**OBJECT, "additionalProperties": True}, '">\n<', A_STRING, '{"a": "x"}'),
+        ({**OBJECT, "properties": {}}, '">\n\n</', "", "{}"),
+        (None, '">\n\n</', "", "{}"),
+    ],
+)
+def test_a_call_goes_on_behind_a_token_that_begins_the_next_tag(
+    parameters: Any, last: str, inside: str, arguments: str, size: int
+) -> None:
+    """The model writes the rest of it, from its marker on."""
+    path = str(TINY_CHECKPOINT / "tokenizer.json")
+    tiny = Codec.load(ServedModel("tiny", "v4.1", path, 100_000, (1,)))
+    rest = f"{inside}｜DSML｜ invoke>\n</｜DSML｜ calls>"
+    tool = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    engine = Engine(tiny, "Let me see</think>", rest)
+    exchange = open_chat(
+        tiny,
+        tools=[{"type": "function", "function": tool}],
+        tool_choice=NAMED["chat"],
+        stream=True,
+    )
+    got = streams.message("chat", engine.run(exchange, size=size))
+
+    assert [(c[0], c[1]) for c in got["calls"]] == [("f", arguments)]
+    assert got["bathyal"] is None
+    assert tiny.vocabulary.text(engine.prompts[1][-1:]) == last
 
 
 def test_reasoning_that_just_ends_is_closed_for_the_model(codec: Codec) -> None:

@@ -249,7 +249,7 @@ def test_arguments_written_as_the_prompt_shows_them_come_back(
     got = message(chunks(play(codec, ids, [size] * (len(ids) // size), "stop", stream=True)))
 
     ((_name, sent, _id),) = got["calls"]
-    assert orjson.loads(sent) == arguments
+    assert json.loads(sent) == arguments  # orjson reads integers beyond 64 bits as floats
     assert set(got["bathyal"] or ()) <= {"schema_violations"}  # values of any type were drawn
 
 

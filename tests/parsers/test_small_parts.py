@@ -15,7 +15,16 @@ from parsers import ClientError, Codec, ReasoningCache, separate_reasoning
 from parsers.edits import ChatEdits
 from parsers.pairs import Item, Placed, pair
 from tests.parsers import streams
-from tests.parsers.support import chunks, drive, each, encode, function, open_chat, request
+from tests.parsers.support import (
+    chunks,
+    complete,
+    drive,
+    each,
+    encode,
+    function,
+    open_chat,
+    request,
+)
 from tests.parsers.test_gate import block, call, param
 
 USER = {"role": "user", "content": "q"}
@@ -347,11 +356,6 @@ def test_custom_calls_come_back(codec: Codec) -> None:
 # Completions
 
 
-def complete(codec: Codec, **fields: Any) -> Any:
-    body = {"model": codec.model.name, "prompt": "Say", **fields}
-    return codec.open_completion(orjson.dumps(body), exchange_id="ID", created=5)
-
-
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_a_completion_is_plain_text(codec: Codec, size: int) -> None:
     """Nothing is parsed, markers are text, the stop token is cut; streamed or whole."""
@@ -427,7 +431,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": [1, "x"]}, "prompt[1]"),
     ({"prompt": [10**7]}, "prompt[0]"),
-    ({"prompt": ["a", "b"]}, "prompt[0]"),
+    ({"prompt": [[1, -1]]}, "prompt[0][1]"),
+    ({"prompt": [""]}, "prompt[0]"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
     ({"model": "zz"}, "model"),
     ({"n": 2}, "n"),
     ({"echo": True}, "echo"),
