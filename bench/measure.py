@@ -158,7 +158,7 @@ JOBS = (
         " --tail-buckets 128 --context 33280 --out gpu-replay-v41-40l-many-128",
         270,
     ),
-    Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 80),
+    Job("speculate", "bench.speculate --geometry v41-8l --out gpu-speculate-v41-8l", 120),
     Job(
         "speculate-v4",
         "bench.speculate --geometry v4-flash-8l --acceptance 1.8 --out gpu-speculate-v4-flash-8l",

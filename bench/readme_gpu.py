@@ -60,18 +60,20 @@ def _engine(read: Read, shape: str) -> list[str]:
     steps = {r["batch"]: r for r in rows if r["bench"] == "decode" and r["prompt_tokens"] == 128}
     if not steps:
         return []
+    # Of another commit it says nothing of this step.
     device = {
-        r["batch"]: r
+        r["batch"]: r["ms_step"]["median"]
         for r in read(f"gpu-step-{shape}")
-        if r["bench"] == "step" and r["prompt_tokens"] == 256
+        if r["bench"] == "step" and r["prompt_tokens"] == 256 and not taken(r, rows[0])
     }
+    brackets = "; in brackets the device alone" if device else ""
     is_v4 = shape.startswith("v4-")
     widths = "V4-Flash" if is_v4 else "V4.1"
     peer = " | vLLM 0.26.0" if is_v4 else ""
     lines = [
         f"{widths} widths, 8 layers (`{shape}`), through the whole engine: 128-token prompts, 256 new "
-        "tokens, greedy; in brackets the device alone. Bound: every weight that the step needs and the "
-        "KV read once at 4.43 TB/s:",
+        f"tokens, greedy{brackets}. Bound: every weight that the step needs and the KV read once at "
+        "4.43 TB/s:",
         "",
         f"| | measured | target | of the bound{peer} |",
         "|---|---|---|---|" + ("---|" if is_v4 else ""),
@@ -81,8 +83,7 @@ def _engine(read: Read, shape: str) -> list[str]:
             row = steps[batch]
             text = met(spread(row["ms_step"]), row["ms_step"]["median"] <= target)
             if batch in device:
-                alone = device[batch]
-                text += f" [{alone['ms_step']['median']:.2f}{taken(alone, row)}]"
+                text += f" [{device[batch]:.2f}]"
             text += taken(row, rows[0])
             share = met(
                 f"{100 * row['bound_share']:.0f} %",
@@ -91,8 +92,19 @@ def _engine(read: Read, shape: str) -> list[str]:
             tail = f" {theirs} |" if is_v4 else ""
             lines.append(f"| step at batch {batch}, ms | {text} | {target:.2f} | {share} |{tail}")
     lines += _long(rows, steps, is_v4)
-    loads = _load(rows)
-    return [*lines, "", *loads] if loads else lines
+    for more in (_clocks(steps), _load(rows)):
+        lines += ["", *more] if more else []
+    return lines
+
+
+def _clocks(steps: dict[int, Row]) -> list[str]:
+    """How fast the processors ran: at their power limit boards differ."""
+    told = [
+        f"{row['sm_mhz']:.0f} MHz at batch {batch} ({row['watts']:.0f} W)"
+        for batch, row in steps.items()
+        if "sm_mhz" in row
+    ]
+    return [f"The GPU's processors ran at {', '.join(told)}."] if told else []
 
 
 def _prompts_file(read: Read, shape: str) -> str:
