@@ -284,7 +284,7 @@ class ExpertStats:
     prefetch_hits: int = 0
 
     def plus(self, other: ExpertStats) -> ExpertStats:
-        """Add what other layers, or a runner before, have come to."""
+        """Add what a runner before has come to."""
         names = [item.name for item in fields(self)]
         return ExpertStats(*(getattr(self, name) + getattr(other, name) for name in names))
 

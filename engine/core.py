@@ -289,7 +289,7 @@ class EngineCore:
         self._expert_stats = lambda: counted
         # Both sets of weights may not fit: the old one goes first.
         runner = self._runner = None
-        self._scheduler.prefix.clear()
+        self._scheduler.prefix.clear()  # what it kept goes with it, and counts as evicted
         built = source.rebuild(path)
         self._replay = built.replay
         scheduler = self._install(built.runner, built.salt)

@@ -298,7 +298,7 @@ def _tails(config: ModelConfig, options: EngineConfig, context: int) -> Iterator
     """What captured tails of prompts hold (engine.device.tail_graphs): a GPU's, in bfloat16."""
     tail, wanted = tail_of(config), options.tail_graphs
     if wanted is None:
-        paged = paging_of(config, options, 2).is_paged
+        paged = paging_of(config, options, options.itemsize).is_paged
         wanted = options.prefill == "bounded" and options.graphs is not False and not paged
     buckets = [bucket for bucket in TAIL_BUCKETS if bucket <= context]
     if not wanted or tail is None or context <= tail.window or not buckets:

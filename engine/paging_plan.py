@@ -121,7 +121,7 @@ class Answer:
     Args:
         wish: whose.
         split: of the GPU.
-        plan: slots by layer; None where they do not fit.
+        plan: slots by layer; None where they do not fit, or the engine refuses them.
         paging: what the engine makes of it; None without a plan.
         why: what does not fit; "" where all does.
         problem: what the engine refuses of the host's share; None where it takes the plan.
@@ -185,7 +185,7 @@ def _from_files(
         problem = host_gb_problem(paging, host_gb, None)
         if problem is None:
             return Answer(wish, found, plan, paging, why)
-    return Answer(wish, found, None, paging, why, problem)
+    return Answer(wish, found, None, why=why, problem=problem)
 
 
 def _solve(

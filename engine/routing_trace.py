@@ -72,7 +72,7 @@ def write_problem(path: Path) -> str | None:
     """Say what is in the way of writing a trace to a path; None where nothing is."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
-        return "a link that leads nowhere"
+        return "a link that leads back to itself"
     if target.exists():
         if not target.is_file():
             return "a folder" if target.is_dir() else "a device, a pipe or a socket"

@@ -19,7 +19,7 @@ _SCOPE_KEY = "bathyal.call"
 #: only, so a stream's frames need not pass through it.
 BODY_SEND = "bathyal.send"
 #: Status of a call whose client left before its reply began, as other servers count it.
-CLIENT_LEFT = 499
+CLIENT_LEFT_STATUS = 499
 
 
 def header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:
@@ -53,7 +53,7 @@ class Call:
         path: as it was sent; the scope holds the canonical one.
         key: name of the caller's key.
         salt: of what is kept of the caller's prompts; never logged.
-        status: of the reply, 0 while none was sent; `CLIENT_LEFT` where nobody was there to take one.
+        status: of the reply, 0 while none was sent; `CLIENT_LEFT_STATUS` where nobody was there to take one.
         outcome: how it ended where that was not by itself: `client_left`, `slow_reader` or the code
             of an error.
         notes: further fields of the log line.

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission import check_counts
 from gateway.background import Background, is_background, with_stream
-from gateway.call import CLIENT_LEFT, Call, header
+from gateway.call import CLIENT_LEFT_STATUS, Call, header
 from gateway.deadlines import Limits
 from gateway.errors import RefusedError, error_response, not_served, shutting_down
 from gateway.generation import Generations, Reply
@@ -307,7 +307,7 @@ class Endpoints:
         """Note how a reply ended that did not by itself; a refused request has had none."""
         call.outcome = how.code if isinstance(how, ClientError) else how
         if how == "client_left" and not call.status:
-            call.status = CLIENT_LEFT
+            call.status = CLIENT_LEFT_STATUS
         metrics = self._service.metrics
         counter = metrics.refused if isinstance(how, RefusedError) else metrics.aborted
         counter.labels(call.outcome).inc()

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from gateway.admission import read_body
 from gateway.backends import Backend
-from gateway.call import CLIENT_LEFT, Call
+from gateway.call import CLIENT_LEFT_STATUS, Call
 from gateway.errors import error_response, not_served
 from gateway.images import ImageLimits, Images
 from gateway.metrics import Metrics
@@ -165,4 +165,4 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 def nobody_listens() -> Response:
     """Answer a client that has left; the status is for the log."""
-    return Response(status_code=CLIENT_LEFT)
+    return Response(status_code=CLIENT_LEFT_STATUS)

@@ -346,7 +346,7 @@ class Codec:
         if tool is None:
             return self.tokenize(f"{blank}{dialect.opening()}")
         opened = f"{blank}{dialect.opening()}{dialect.invoke(tool)}"
-        following = f"{dialect.void}</" if bare else "<"
+        following = f"{dialect.bare}</" if bare else "<"
         ids = self.tokenize(f"{opened}{following}{MARK_TEXT}")
         end, left = 0, len(opened.encode())
         while left > 0:

@@ -38,12 +38,12 @@ class Dialect:
     Args:
         block: name of the element around all calls of a turn.
         gap: what stands between the marker and a tag's name.
-        void: what stands in a call without parameters.
+        bare: what stands in a call without parameters.
     """
 
     block: str
     gap: str
-    void: str = ""
+    bare: str = ""
 
     def opening(self) -> str:
         """Return the block's opening tag."""
@@ -65,7 +65,7 @@ class Dialect:
 DIALECTS = {
     "v3.2": Dialect(block="function_calls", gap=""),
     "v4": Dialect(block="tool_calls", gap=""),
-    "v4.1": Dialect(block="calls", gap=" ", void="\n"),
+    "v4.1": Dialect(block="calls", gap=" ", bare="\n"),
 }
 
 

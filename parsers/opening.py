@@ -45,10 +45,6 @@ def _read_messages(
     return read_messages_request(raw, served, profile, store)
 
 
-# Words of a schema beside which `properties` alone says what there is.
-_NOTHING = frozenset(
-    {"$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
-)
 READERS: Mapping[Protocol, Callable[..., Request]] = {
     "chat": _read_chat,
     "messages": _read_messages,
@@ -206,12 +202,23 @@ class _Opening:
         )
 
 
+_PLAIN_WORDS = frozenset(
+    {"$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
+)
+"""Words of a schema beside which `properties` alone says what there is."""
+
+
 def _takes_nothing(parameters: Any) -> bool:
-    """Whether a function declares no parameter, as far as its schema's own words tell."""
+    """Whether a function says that it has no parameter, as far as its schema's own words tell.
+
+    It does by having no schema, or one whose `properties` are none and that neither asks for any
+    nor speaks of further ones.
+    """
     if not isinstance(parameters, dict):
         return parameters is None
-    further = parameters.get("additionalProperties") or parameters.get("properties")
-    return not further and parameters.keys() <= _NOTHING
+    further = parameters.get("additionalProperties", False) is not False
+    has_any = parameters.get("properties") != {} or bool(parameters.get("required"))
+    return not further and not has_any and parameters.keys() <= _PLAIN_WORDS
 
 
 def _edits(protocol: Protocol, request: Request) -> Edits | None:

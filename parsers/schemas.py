@@ -50,7 +50,7 @@ class _NoVerdictError(Exception):
 _left: ContextVar[int] = ContextVar("references_left", default=0)
 _matches_left: ContextVar[int] = ContextVar("matches_left", default=0)
 _steps_left: ContextVar[int] = ContextVar("steps_left", default=0)
-_root: ContextVar[Any] = ContextVar("root", default=None)
+_refers: ContextVar[bool] = ContextVar("refers", default=False)  # the whole schema holds references
 _REFERENCE = re.compile(rb'"\$(?:dynamicR|r)ef"')
 # Patterns, references, and words that hold every member to a schema of its own.
 _SLOW = re.compile(
@@ -74,7 +74,7 @@ def _unevaluated(check: _Check) -> _Check:
     """What is left over is looked for along every way through references, however many there are."""
 
     def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        if _REFERENCE.search(orjson.dumps(_root.get())):
+        if _refers.get():
             raise _NoVerdictError
         return check(validator, value, instance, schema)
 
@@ -236,8 +236,8 @@ def violation(schema: Any, value: Any) -> str | None:
     _left.set(MAX_REFERENCES)
     _matches_left.set(MAX_MATCHES)
     _steps_left.set(MAX_STEPS)
-    _root.set(schema)
     try:
+        _refers.set(_REFERENCE.search(orjson.dumps(schema)) is not None)
         error = best_match(_Validator(schema).iter_errors(value))
     except (_NoVerdictError, Unresolvable, UnknownType, RecursionError, *_STUMBLES):
         return None

@@ -17,7 +17,7 @@ class Stops:
         stops: none of them empty. Of two that end at the same place the one named first counts.
 
     Attributes:
-        met: whether one was complete; nothing is taken any more then.
+        met: whether one was complete; `feed` is not to be called any more then.
         count: how many there are.
     """
 

@@ -19,6 +19,8 @@ from engine.model.experts import PagedExperts
 
 #: Steps from one copy of the counters to the next.
 EVERY = 16
+#: Copies after which one is taken over, whoever reads: far fewer than a counter needs to come round.
+_TAKEN = 4096
 _WRAP = 2**32
 _SUMS = (STEP, HITS, MISSES, AHEAD, AHEAD_HITS)
 
@@ -51,8 +53,11 @@ class ExpertCounts:
     def step(self) -> None:
         """Note that a step was queued."""
         self._steps += 1
-        if self._paged and self._steps % EVERY == 0:
-            self._seen.copy_(self._now(), non_blocking=True)
+        if not self._paged or self._steps % EVERY:
+            return
+        if self._steps % (EVERY * _TAKEN) == 0:
+            self._read()
+        self._seen.copy_(self._now(), non_blocking=True)
 
     def settle(self) -> None:
         """Wait for the device, so that all it has done is counted."""

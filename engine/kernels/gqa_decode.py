@@ -84,7 +84,7 @@ def _attended(q, k, v, seen, top, total, acc, scale):
 @triton.jit
 def _added_up(part_o, part_m, part_s, first, live, member, column, WIDTH: tl.constexpr,
               GROUP: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
-    """Attention [PADDED, WIDTH] from the shares of `live` programs, of which four are asked for at once."""
+    """Attention [PADDED, WIDTH] from the shares of `live` programs, _AT_ONCE of them asked for at once."""
     top = tl.full((PADDED,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     acc = tl.zeros((PADDED, WIDTH), tl.float32)

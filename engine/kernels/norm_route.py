@@ -119,6 +119,7 @@ def _norm_route_kernel(
     held = tl.load(gate + expert[:, None] * D + column[None, :], mask=inside, other=0.0)
     scales = tl.load(norm + column, mask=real, other=0.0)
     slot = tl.load(slots + tl.load(seq + row))
+    # In this order: engine.kernels.paging reads its tables before it waits itself.
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     value = tl.load(h + row * D + column, mask=real, other=0.0).to(tl.float32)
@@ -162,6 +163,7 @@ def _choose_kernel(
     """Program of one row; the last one groups the pairs, by counting those of up to eight rows."""
     row = tl.program_id(0)
     slot = tl.load(slots + tl.load(seq + row))
+    # In this order: engine.kernels.paging reads its tables before it waits itself.
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     _choose(logits, experts, weights, slot, row, T * E, E, EP, K, SPLITS)

@@ -3,7 +3,8 @@
 Between two kernels of a stream memory stands idle for a microsecond or two. A kernel launched with
 `launch_pdl` may start as soon as every program of the kernel before has called `begin_next`; until
 it has called `await_previous` it must touch nothing that an earlier kernel writes or still reads,
-so what it does before that is little: index arithmetic, small constants. A kernel that neither
+so what it does before that is little: index arithmetic, small constants. (engine.kernels.paging reads
+a layer's tables before it waits; for that every router waits before it lets the next begin.) A kernel that neither
 waits nor lets the next begin is served correctly too: the next simply starts when it has ended.
 
 Measured on an H200 with V4-Flash's whole step: at 4 rows overlapping gains 3 %, nearly all of it

@@ -170,6 +170,7 @@ def _partial_logits(x, gate, logits, first, expert, split, T, E: tl.constexpr, D
         columns = split * per + step * BK + tl.arange(0, BK)
         inside = (experts < E)[:, None] & (columns < D)[None, :]
         ahead = _with(ahead, tl.load(of_gate + columns[None, :], mask=inside, other=0.0))
+    # In this order: engine.kernels.paging reads its tables before it waits itself.
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     acc = tl.zeros((BE, BT), tl.float32)
@@ -308,6 +309,7 @@ def _choose_kernel(logits, counter, bias, image, image_bias, table, ids, seq, sl
     """Choose for ROWS rows; GROUPED: the last program sorts the pairs."""
     first = tl.program_id(0) * ROWS
     slot, chosen = _given(ids, seq, slots, table, first, T, K, KP, ROWS, HASHED)
+    # In this order: engine.kernels.paging reads its tables before it waits itself.
     await_previous(OVERLAP)
     begin_next(OVERLAP)
     _choose_rows(logits, bias, image, image_bias, slot, chosen, experts, weights, first, T,

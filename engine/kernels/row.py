@@ -46,7 +46,7 @@ FEW_ROWS = 4
 #: of its threads; warps of one of the second product, output values of each of them, and registers.
 _FEW_HIDDEN, _FEW_HIDDEN_WARPS, _FEW_HIDDEN_REGISTERS = 4, 4, 104
 _OUT_WARPS, _OUT_EACH, _OUT_REGISTERS = 4, 4, 96
-#: Widest row: of so many columns a program would hold two rows.
+#: Widest row: of so many columns a program of norm and product would hold two rows, of a product one.
 _MOST_WIDTH = _HELD * _WARPS * 32 // 2
 
 

@@ -474,9 +474,9 @@ class PagedExperts:
     def write_residency(self, residency: Residency) -> None:
         """Give the host's tables to the device."""
         r = residency
-        numbers = [r.step, r.hits, r.misses, 0, r.ahead, r.ahead_hits]
-        # They wrap as the device's own sums do.
-        numbers = [(number + 2**31) % 2**32 - 2**31 for number in numbers]
+        # Sums wrap as the device's own do; the clock of steps, by which slots are ordered, may not.
+        sums = [(n + 2**31) % 2**32 - 2**31 for n in (r.hits, r.misses, r.ahead, r.ahead_hits)]
+        numbers = [r.step, *sums[:2], 0, *sums[2:]]
         for tensor, values in (
             (self.state.slot_expert, residency.slot_expert),
             (self.state.expert_slot, residency.expert_slot),

@@ -134,7 +134,11 @@ OBJECT = {"type": "object"}
     [
         ({**OBJECT, "properties": {"a": {"type": "string"}}}, '">\n<', A_STRING, '{"a": "x"}'),
         ({**OBJECT, "additionalProperties": True}, '">\n<', A_STRING, '{"a": "x"}'),
+        ({**OBJECT, "additionalProperties": {}}, '">\n<', A_STRING, '{"a": "x"}'),
+        ({**OBJECT, "properties": {}, "required": ["a"]}, '">\n<', A_STRING, '{"a": "x"}'),
+        (OBJECT, '">\n<', A_STRING, '{"a": "x"}'),
         ({**OBJECT, "properties": {}}, '">\n\n</', "", "{}"),
+        ({**OBJECT, "properties": {}, "additionalProperties": False}, '">\n\n</', "", "{}"),
         (None, '">\n\n</', "", "{}"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parsers import Codec, PromptNote, Report
+from parsers import Codec, PromptNote, Report, schemas
 from parsers.exchange import GATHER, LONG_REPLY, LONG_STEP
 from parsers.gate import LONG_CALL
 from parsers.schemas import LONG_SCHEMA, MAX_MATCHES, violation
@@ -259,6 +259,21 @@ def test_a_check_is_given_up_where_it_would_cost_too_much(
 ) -> None:
     """A schema's size times a value's, or ways through references without end."""
     assert (violation(schema, value) is not None) is verdict
+
+
+def test_a_schema_is_looked_through_once_for_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many values are held to a word that gives no verdict beside them."""
+    dumps, seen = schemas.orjson.dumps, []
+
+    def counted(value: Any) -> bytes:
+        seen.append(value)
+        return dumps(value)
+
+    monkeypatch.setattr(schemas.orjson, "dumps", counted)
+    schema = {"items": {"unevaluatedItems": False, "contains": True}}
+
+    assert violation(schema, [[1]] * 100) is None
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_trace_is_written_where_a_link_leads_and_as_other_files_are(tmp_path: 
 def test_what_cannot_be_written_is_told_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices, pipes, folders and links to nowhere are refused before anything is served."""
+    """Devices, pipes, folders and links to themselves are refused before anything is served."""
     loop, lost, pipe = tmp_path / "loop", tmp_path / "lost", tmp_path / "pipe"
     loop.symlink_to(loop)
     lost.symlink_to(tmp_path / "no" / "file")
@@ -106,7 +106,7 @@ def test_what_cannot_be_written_is_told_at_the_start(
         (Path("/dev/null"), device),
         (pipe, device),
         (tmp_path, "a folder"),
-        (loop, "a link that leads nowhere"),
+        (loop, "a link that leads back to itself"),
         (lost, "a file in a folder that does not exist"),
     ):
         with pytest.raises(EngineError) as error:
