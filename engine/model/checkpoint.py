@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,12 +127,7 @@ class Checkpoint:
         for name, stored in sorted(self.tensors.items()):
             place = (name, stored.dtype, stored.shape, stored.file.name, stored.begin)
             digest.update(repr(place).encode())
-        for file in sorted({stored.file for stored in self.tensors.values()}):
-            size = file.stat().st_size
-            with file.open("rb") as opened:
-                for sample in range(SAMPLES):
-                    opened.seek(size * sample // SAMPLES)
-                    digest.update(opened.read(4096))
+        sample_pages(digest, {stored.file for stored in self.tensors.values()})
         return digest.digest()
 
     def _index_problems(self) -> Iterator[str]:
@@ -271,6 +266,16 @@ def load_model(
         round_trips=config.is_quantised if round_trips == "auto" else round_trips == "on",
         unused=checkpoint.unused(),
     )
+
+
+def sample_pages(digest: hashlib.blake2b, files: Iterable[Path]) -> None:
+    """Add SAMPLES pages spread over each file to a digest, the files in order of their paths."""
+    for file in sorted(files):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for sample in range(SAMPLES):
+                opened.seek(size * sample // SAMPLES)
+                digest.update(opened.read(4096))
 
 
 def open_checkpoint(path: Path | str) -> tuple[Checkpoint, Ints | None]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.kernels.formats import Matrix
-from engine.model.checkpoint import SAMPLES, CheckpointError
+from engine.model.checkpoint import CheckpointError, sample_pages
 from engine.model.placement import FILLERS
 from engine.model.quantised import read_linear, repack_experts, repacker, stored_shapes
 from engine.model.qwen3_names import tensor_shapes
@@ -125,12 +125,7 @@ class QwenCheckpoint:
         for name in sorted(self._files):
             shape = self._files[name].get_slice(name).get_shape()
             digest.update(f"{name} {shape}".encode())
-        for file in sorted(self._path.glob("model*.safetensors")):
-            size = file.stat().st_size
-            with file.open("rb") as opened:
-                for sample in range(SAMPLES):
-                    opened.seek(size * sample // SAMPLES)
-                    digest.update(opened.read(4096))
+        sample_pages(digest, self._path.glob("model*.safetensors"))
         return digest.digest()
 
     def linear(self, name: str) -> Matrix:
