@@ -285,7 +285,7 @@ def _sweep(read: Read) -> list[str]:
 
 def _beyond(read: Read) -> list[str]:
     found = read("gpu-paged-v4-flash-43l")
-    rows = [r for r in found if r["bench"] == "paged" and r.get("trace") == "reuse 0.9"]
+    rows = [r for r in found if r["bench"] == "paged" and r["trace"] == "reuse 0.9"]
     if not rows:
         return []
     row = rows[0]

@@ -114,8 +114,7 @@ def report(
         yield _row(config, learnt, count, other)
     yield f"(ms a step: what is missed, at {BUS / 1e9:.0f} GB/s)"
     if out is not None:
-        pins = plan.pins or ((),) * len(plan.slots)
-        write_slots(out, [LayerSlots(k, some) for k, some in zip(plan.slots, pins, strict=True)])
+        write_slots(out, _by_layer(plan))
         yield f"wrote {out}; serve with"
         yield shlex.join(_serve(paging, wish, out, model))
 
@@ -145,14 +144,21 @@ def _others(wish: Wish) -> list[Wish]:
     return list(dict.fromkeys(found))
 
 
+def _by_layer(plan: SlotPlan) -> list[LayerSlots]:
+    """Slots of each layer, and the experts that stay; a plan without any names none."""
+    return list(
+        itertools.starmap(LayerSlots, itertools.zip_longest(plan.slots, plan.pins, fillvalue=()))
+    )
+
+
 def _layers(plan: SlotPlan) -> Iterator[str]:
     """Slots by layer, a line for each run of layers with as many and the same experts that stay."""
-    lines = list(itertools.zip_longest(plan.slots, plan.pins, fillvalue=()))
+    lines = _by_layer(plan)
     begin = 0
     for layer in range(1, len(lines) + 1):
         if layer < len(lines) and lines[layer] == lines[begin]:
             continue
-        k, pins = lines[begin]
+        k, pins = lines[begin].slots, lines[begin].pins
         name = str(begin) if layer == begin + 1 else f"{begin}-{layer - 1}"
         whole = ", whole on the GPU" if k == plan.num_experts else ""
         stay = f", {len(pins)} of experts that stay: {' '.join(map(str, pins))}" if pins else ""
