@@ -18,7 +18,6 @@ from starlette.types import Receive
 from gateway.call import header, whole_number
 from gateway.threads import LONG_COPY, in_thread_if
 from parsers import ClientError
-from parsers.body import check_nesting
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
@@ -78,7 +77,7 @@ def _too_large(limit: int) -> ClientError:
 
 
 def check_counts(body: bytes, max_messages: int, max_tools: int) -> None:
-    """Refuse a body that is nested too deep or has more messages, input items or tools than we take.
+    """Refuse a body with more messages (or input items) or tools than the server takes.
 
     What else is wrong with it the protocol's parser says.
 
@@ -89,7 +88,6 @@ def check_counts(body: bytes, max_messages: int, max_tools: int) -> None:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         return
-    check_nesting(body, fields)
     if not isinstance(fields, dict):
         return
     for name, most in (

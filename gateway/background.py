@@ -21,6 +21,7 @@ from gateway.service import Service
 from gateway.store import StoreError
 from gateway.threads import in_thread
 from parsers import ClientError, Exchange
+from parsers.body import check_nesting
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,14 @@ def is_background(body: bytes) -> bool:
 
 
 def with_stream(body: bytes) -> bytes:
-    """Ask for a stream in a body that asks for none."""
-    return orjson.dumps({**_object(body), "stream": True})
+    """Ask for a stream in a body that asks for none.
+
+    Raises:
+        ClientError: it is nested too deep to be written.
+    """
+    fields = _object(body)
+    check_nesting(body, fields)
+    return orjson.dumps({**fields, "stream": True})
 
 
 class Background:
